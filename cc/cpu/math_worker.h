@@ -1,0 +1,30 @@
+// math_worker.h: the scratch memory of one math worker, kept from call to call.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/rank.h"
+#include "protocol/scheduler.h"
+
+namespace jax_megamoe::cpu {
+
+struct MathWorker {
+  std::vector<float> rows;         // [block_m][K] widened activations of one M-block
+  std::vector<float> accumulator;  // [block_m][kBlockN]
+  std::vector<float> weights;      // one widened panel chunk
+
+  // Which M-block `rows` holds: consecutive items of a worker mostly share it.
+  Phase rows_phase = Phase::kLinear1;
+  int64_t rows_pool_block = -1;
+
+  explicit MathWorker(const MoeShape& shape)
+      : rows(uint64_t{shape.block_m} * max_of(shape.hidden, shape.intermediate)),
+        accumulator(uint64_t{shape.block_m} * kBlockN) {}
+
+  bool holds(const Block& block) const {
+    return rows_phase == block.phase && rows_pool_block == int64_t{block.pool_block};
+  }
+};
+
+}  // namespace jax_megamoe::cpu

@@ -1,0 +1,247 @@
+#include "cpu/mega_moe.h"
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include "cpu/combine.h"
+#include "cpu/dispatch.h"
+#include "cpu/linear1.h"
+#include "cpu/linear2.h"
+#include "cpu/wait.h"
+
+namespace jax_megamoe::cpu {
+namespace {
+
+// Which barrier of a call is which.
+enum GridBarrier : uint32_t { kInputStaged = 1, kBlocksDone, kResultsArrived, kCombined };
+enum RankBarrier : uint32_t { kRowsListed = 1, kResultsPushed, kWorkspaceReady };
+static_assert(kCombined == kGridBarriersPerCall && kWorkspaceReady == kRankBarriersPerCall);
+
+// The dispatch thread: everything that talks to other ranks except linear 2's push.
+void dispatch_role(const RankView& view) {
+  stage_input(view);
+  if (!grid_barrier(view, kInputStaged)) return;
+  dispatch_publish(view);
+  if (!rank_barrier(view, kRowsListed)) return;
+  if (!dispatch_pull(view)) return;
+  if (!grid_barrier(view, kBlocksDone)) return;
+  if (!rank_barrier(view, kResultsPushed)) return;
+  if (!grid_barrier(view, kResultsArrived)) return;
+  combine(view);
+  clear_counters(view);
+  if (!grid_barrier(view, kCombined)) return;
+  if (!rank_barrier(view, kWorkspaceReady)) return;
+  ++*view.local<Region::call_epoch>();
+}
+
+// Reads the row counts of all local experts, once every rank has published them.
+bool receive_counts(const RankView& view, std::vector<uint32_t>& rows_of_expert) {
+  for (uint32_t expert = 0; expert < view.shape.num_local_experts(); ++expert) {
+    if (!wait_recv_count(view, expert)) return false;
+    rows_of_expert[expert] = recv_rows(load_acquire<Region::expert_recv_count_sum>(
+        view.local<Region::expert_recv_count_sum>() + expert));
+  }
+  return true;
+}
+
+void report_counts(const RankView& view, const std::vector<uint32_t>& rows_of_expert) {
+  uint32_t total = 0;
+  for (size_t expert = 0; expert < rows_of_expert.size(); ++expert) {
+    view.args.received[expert] = static_cast<int32_t>(rows_of_expert[expert]);
+    total += rows_of_expert[expert];
+  }
+  const auto rows = [&](uint32_t expert) { return rows_of_expert[expert]; };
+  const uint32_t blocks = num_pool_blocks(view.shape, rows);
+  view.args.status[kStatusReceivedRows] = static_cast<int32_t>(total);
+  view.args.status[kStatusPoolBlocks] = static_cast<int32_t>(blocks);
+  view.args.status[kStatusRingLaps] =
+      static_cast<int32_t>(ceil_div(blocks, view.shape.ring_blocks));
+}
+
+// A math worker: walks the scheduler's blocks.
+void math_role(RankView view, MathWorker& math) {
+  stage_input(view);
+  if (!grid_barrier(view, kInputStaged)) return;
+  std::vector<uint32_t> rows_of_expert(view.shape.num_local_experts());
+  if (!receive_counts(view, rows_of_expert)) return;
+  if (view.worker == 0) report_counts(view, rows_of_expert);
+  math.rows_pool_block = -1;
+  const auto rows = [&](uint32_t expert) { return rows_of_expert[expert]; };
+  const bool finished =
+      for_each_block(view.shape, view.worker, view.num_workers, rows, [&](const Block& block) {
+        view.role = block.phase == Phase::kLinear1 ? "linear1" : "linear2";
+        return block.phase == Phase::kLinear1 ? linear1(view, block, math)
+                                              : linear2(view, block, math);
+      });
+  if (!finished) return;
+  view.role = "combine";
+  if (!grid_barrier(view, kBlocksDone)) return;
+  if (!grid_barrier(view, kResultsArrived)) return;
+  combine(view);
+  grid_barrier(view, kCombined);
+}
+
+std::string out_of_range_text(const MoeShape& shape, const CallArgs& args, uint32_t rank,
+                              uint32_t count, uint64_t slot) {
+  const long long expert = args.topk_idx_is_64bit
+                               ? static_cast<const int64_t*>(args.topk_idx)[slot]
+                               : static_cast<const int32_t*>(args.topk_idx)[slot];
+  char text[384];
+  std::snprintf(text, sizeof(text),
+                "jax_megamoe: topk_idx: got expert id %lld at token %llu, slot %llu of rank %u (%u "
+                "such slots); expected -1 or 0..%u. Fix the router, mask the slot with -1, or set "
+                "checked=False to have such slots dropped and counted.",
+                expert, static_cast<unsigned long long>(slot / shape.top_k),
+                static_cast<unsigned long long>(slot % shape.top_k), rank, count,
+                shape.num_experts - 1);
+  return text;
+}
+
+}  // namespace
+
+MegaMoeGroup::MegaMoeGroup(const MoeShape& shape, uint32_t workers_per_rank)
+    : shape_(shape),
+      layout_(shape),
+      workers_per_rank_(workers_per_rank),
+      num_tokens_(shape.num_ranks) {
+  for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
+    void* base = mmap(nullptr, layout_.num_bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+      for (void* mapped : bases_) munmap(mapped, layout_.num_bytes);
+      throw std::bad_alloc();
+    }
+    bases_.push_back(base);
+  }
+}
+
+MegaMoeGroup::~MegaMoeGroup() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  start_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+  for (void* base : bases_) munmap(base, layout_.num_bytes);
+}
+
+void MegaMoeGroup::start_threads() {
+  for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
+    for (uint32_t worker = 0; worker <= workers_per_rank_; ++worker) {
+      threads_.emplace_back(&MegaMoeGroup::thread_main, this, rank, worker);
+    }
+  }
+}
+
+template <class Predicate>
+void MegaMoeGroup::fill_regions(int byte, const Predicate& selected) {
+  for (void* base : bases_) {
+    for (const RegionInfo& region : layout_.regions) {
+      if (selected(region.lifetime)) {
+        std::memset(static_cast<char*>(base) + region.offset, byte, region.num_bytes());
+      }
+    }
+  }
+}
+
+CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s) {
+  CallResult result;
+  for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
+    // A refused rank still takes part, with no tokens, so that its peers' calls end.
+    const int64_t tokens = *args[rank].num_tokens;
+    const bool valid = tokens >= 0 && tokens <= int64_t{args[rank].num_rows};
+    num_tokens_[rank] = valid ? static_cast<uint32_t>(tokens) : 0;
+    if (!valid && result.refusal.empty()) {
+      char text[256];
+      std::snprintf(text, sizeof(text),
+                    "jax_megamoe: num_tokens: got %lld on rank %u; expected 0..%u, the rows of x. "
+                    "Pass the number of leading rows that hold tokens.",
+                    static_cast<long long>(tokens), rank, args[rank].num_rows);
+      result.refusal = text;
+    }
+  }
+
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (threads_.empty()) start_threads();
+  args_ = &args;
+  call_ = std::make_unique<CallState>();
+  call_->timeout_s = timeout_s;
+  counters_ = std::make_unique<RankCounters[]>(shape_.num_ranks);
+  num_running_ = static_cast<uint32_t>(threads_.size());
+  ++generation_;
+  start_.notify_all();
+  done_.wait(lock, [&] { return num_running_ == 0; });
+  args_ = nullptr;
+
+  result.timeout = call_->failure;
+  if (!result.timeout.empty()) {
+    // The protocol stopped half-way: put every control word back to its first state.
+    fill_regions(0, [](Lifetime lifetime) { return lifetime != Lifetime::kData; });
+    return result;
+  }
+  for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
+    const uint32_t count = counters_[rank].out_of_range.load();
+    args[rank].status[kStatusOutOfRange] = static_cast<int32_t>(count);
+    if (count > 0 && args[rank].checked && result.refusal.empty()) {
+      result.refusal = out_of_range_text(shape_, args[rank], rank, count,
+                                         counters_[rank].first_out_of_range.load());
+    }
+  }
+  return result;
+}
+
+void MegaMoeGroup::thread_main(uint32_t rank, uint32_t worker) {
+  std::unique_ptr<MathWorker> math;
+  if (worker < workers_per_rank_) math = std::make_unique<MathWorker>(shape_);
+  uint64_t seen_generation = 0;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      start_.wait(lock, [&] { return stopping_ || generation_ != seen_generation; });
+      if (stopping_) return;
+      seen_generation = generation_;
+    }
+    run_role(rank, worker, math.get());
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--num_running_ == 0) done_.notify_one();
+  }
+}
+
+void MegaMoeGroup::run_role(uint32_t rank, uint32_t worker, MathWorker* math) {
+  const RankView view = {shape_,
+                         layout_,
+                         bases_.data(),
+                         rank,
+                         workers_per_rank_,
+                         worker,
+                         math == nullptr ? "dispatch" : "linear1",
+                         (*args_)[rank],
+                         num_tokens_[rank],
+                         *call_,
+                         counters_[rank],
+                         fault_};
+  try {
+    if (math == nullptr) {
+      dispatch_role(view);
+    } else {
+      math_role(view, *math);
+    }
+  } catch (const std::exception& error) {
+    call_->fail(std::string("jax_megamoe: rank ") + std::to_string(rank) + ", role " + view.role +
+                ": " + error.what());
+  }
+}
+
+void MegaMoeGroup::poison() {
+  fill_regions(0xFF, [](Lifetime lifetime) { return lifetime == Lifetime::kData; });
+}
+
+void MegaMoeGroup::arm_fault(uint32_t region, uint32_t rank) {
+  fault_.rank.store(rank);
+  fault_.region.store(region);
+}
+
+}  // namespace jax_megamoe::cpu

@@ -1,0 +1,40 @@
+#include "cpu/swiglu.h"
+
+#include "cpu/wait.h"
+#include "protocol/numerics.h"
+#include "protocol/ring.h"
+
+namespace jax_megamoe::cpu {
+
+bool swiglu_epilogue(const RankView& view, const Block& block, const float* accumulator) {
+  const MoeShape& shape = view.shape;
+  const RingPosition ring = ring_position(shape, block.pool_block);
+  if (!wait_at_least<Region::l2_empty>(view, ring.slot, l2_empty_target(shape, ring.lap),
+                                       block.pool_block)) {
+    return false;
+  }
+  constexpr uint32_t kColumns = kBlockN / 2;
+  const uint64_t width = shape.intermediate;
+  const uint64_t first_column = uint64_t{block.n_block} * kColumns;
+  for (uint32_t m = 0; m < block.valid_m; ++m) {
+    const uint64_t row = uint64_t{ring.slot} * shape.block_m + m;
+    const float weight = view.local<Region::l1_topk_weights>()[row];
+    const float* tile = accumulator + uint64_t{m} * kBlockN;
+    float values[kColumns];
+    for (uint32_t column = 0; column < kColumns; ++column) {
+      const uint32_t gate = column / kInterleave * 2 * kInterleave + column % kInterleave;
+      values[column] = swiglu(tile[gate], tile[gate + kInterleave], weight, view.args.swiglu_limit);
+    }
+    uint8_t* codes = view.local<Region::l2_acts>() + row * width + first_column;
+    uint8_t* sf = view.local<Region::l2_acts_sf>() + (row * width + first_column) / kSfGroup;
+    for (uint32_t group = 0; group < kColumns / kSfGroup; ++group) {
+      sf[group] = quantize_group_e4m3(values + group * kSfGroup, codes + group * kSfGroup);
+    }
+  }
+  // Only now is the M-block's input no longer needed: the routing weights are part of it.
+  add_release<Region::l1_empty>(view, view.rank, ring.slot, 1);
+  add_release<Region::l2_arrival>(view, view.rank, ring.slot, 1);
+  return true;
+}
+
+}  // namespace jax_megamoe::cpu

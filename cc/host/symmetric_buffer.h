@@ -1,0 +1,48 @@
+// symmetric_buffer.h: the process's symmetric buffers, found by a stable key at execution.
+//
+// A compiled program holds the key, never an address, so that it can be serialised and cached. One
+// buffer serves one (mesh, axis, configuration): a group of ranks for every combination of the
+// other mesh axes, and a table from device ordinal to (group, rank).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/call_queue.h"
+
+namespace jax_megamoe::host {
+
+struct RankOfDevice {
+  uint32_t group;
+  uint32_t rank;
+};
+
+class SymmetricBuffer {
+ public:
+  // groups[g][r] is the ordinal of the device that is rank r of group g.
+  SymmetricBuffer(std::string key, const MoeShape& shape,
+                  const std::vector<std::vector<int32_t>>& groups, uint32_t workers_per_rank);
+
+  const std::string& key() const { return key_; }
+  const MoeShape& shape() const { return shape_; }
+  const RankOfDevice* find_device(int32_t ordinal) const;
+  uint32_t num_groups() const { return static_cast<uint32_t>(queues_.size()); }
+  CallQueue& queue(uint32_t group) { return *queues_[group]; }
+
+ private:
+  const std::string key_;
+  const MoeShape shape_;
+  std::map<int32_t, RankOfDevice> devices_;
+  std::vector<std::unique_ptr<CallQueue>> queues_;
+};
+
+// The registry. All functions may be called from any thread.
+void register_buffer(std::shared_ptr<SymmetricBuffer> buffer);         // throws if the key is taken
+std::shared_ptr<SymmetricBuffer> find_buffer(const std::string& key);  // null if there is none
+void release_buffer(const std::string& key);
+std::vector<std::string> buffer_keys();
+
+}  // namespace jax_megamoe::host

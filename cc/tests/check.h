@@ -1,0 +1,13 @@
+// check.h: the few lines a test program needs. A failed check prints where and ends the program.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
+      std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                      \
+    }                                                                                    \
+  } while (0)

@@ -1,0 +1,248 @@
+// cpu_backend_test.cc: the CPU back end against a plain scalar computation, without JAX. Also the
+// program that runs under ThreadSanitizer and AddressSanitizer.
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "cpu/mega_moe.h"
+#include "protocol/numerics.h"
+#include "tests/check.h"
+
+namespace jax_megamoe::cpu {
+namespace {
+
+constexpr double kTimeoutSeconds = 60;
+
+struct Operands {
+  std::vector<uint16_t> x;
+  std::vector<int32_t> topk_idx;
+  std::vector<float> topk_weights;
+  std::vector<uint8_t> w13, w13_sf, w2, w2_sf;  // canonical: rows [out][in/2], all local experts
+  std::vector<uint8_t> w13_cpu, w13_sf_cpu, w2_cpu, w2_sf_cpu;
+  std::vector<uint16_t> y;
+  std::vector<int32_t> received, status;
+  int32_t num_tokens;
+};
+
+// [E][rows][columns] -> [E][rows/16][columns][16]
+std::vector<uint8_t> to_panels(const std::vector<uint8_t>& rows, uint32_t num_rows,
+                               uint32_t columns) {
+  std::vector<uint8_t> panels(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const size_t column = i % columns;
+    const size_t row = i / columns % num_rows;
+    const size_t expert = i / columns / num_rows;
+    panels[((expert * num_rows + row / 16 * 16) * columns) + column * 16 + row % 16] = rows[i];
+  }
+  return panels;
+}
+
+std::vector<uint8_t> interleave(const std::vector<uint8_t>& rows, uint32_t num_rows,
+                                uint32_t columns) {
+  std::vector<uint8_t> out(rows.size());
+  const uint32_t half = num_rows / 2;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const size_t column = i % columns;
+    const size_t row = i / columns % num_rows;
+    const size_t expert = i / columns / num_rows;
+    const size_t channel = row % half;
+    const size_t to = channel / 8 * 16 + (row >= half ? 8 : 0) + channel % 8;
+    out[(expert * num_rows + to) * columns + column] = rows[i];
+  }
+  return out;
+}
+
+float weight_at(const std::vector<uint8_t>& w, const std::vector<uint8_t>& sf, size_t row,
+                size_t column, size_t columns) {
+  const uint8_t pair = w[row * columns / 2 + column / 2];
+  const int32_t doubled = e2m1_doubled(column % 2 == 0 ? pair & 15 : pair >> 4);
+  return 0.5f * static_cast<float>(doubled) *
+         ue8m0_to_float(sf[row * columns / kSfGroup + column / kSfGroup]);
+}
+
+Operands make_operands(const MoeShape& shape, std::mt19937& rng, uint32_t num_rows,
+                       uint32_t routing) {
+  Operands o;
+  std::normal_distribution<float> normal;
+  for (uint32_t i = 0; i < num_rows * shape.hidden; ++i) o.x.push_back(float_to_bf16(normal(rng)));
+  for (uint32_t i = 0; i < num_rows * shape.top_k; ++i) {
+    const int32_t any = static_cast<int32_t>(rng() % shape.num_experts);
+    const int32_t ids[4] = {any, 0, rng() % 3 == 0 ? -1 : any,
+                            rng() % 5 == 0 ? static_cast<int32_t>(shape.num_experts) + any : any};
+    o.topk_idx.push_back(ids[routing % 4]);
+    o.topk_weights.push_back(0.1f + static_cast<float>(rng() % 100) / 100.0f);
+  }
+  const auto bytes = [&](size_t size) {
+    std::vector<uint8_t> out(size);
+    for (uint8_t& byte : out) byte = static_cast<uint8_t>(rng());
+    return out;
+  };
+  const auto scales = [&](size_t size) {
+    std::vector<uint8_t> out(size);
+    for (uint8_t& byte : out) byte = static_cast<uint8_t>(120 + rng() % 4);
+    return out;
+  };
+  const size_t experts = shape.num_local_experts();
+  const uint32_t h = shape.hidden, i = shape.intermediate;
+  o.w13 = bytes(experts * 2 * i * h / 2);
+  o.w13_sf = scales(experts * 2 * i * h / kSfGroup);
+  o.w2 = bytes(experts * h * i / 2);
+  o.w2_sf = scales(experts * h * i / kSfGroup);
+  o.w13_cpu = to_panels(interleave(o.w13, 2 * i, h / 2), 2 * i, h / 2);
+  o.w13_sf_cpu = to_panels(interleave(o.w13_sf, 2 * i, h / kSfGroup), 2 * i, h / kSfGroup);
+  o.w2_cpu = to_panels(o.w2, h, i / 2);
+  o.w2_sf_cpu = to_panels(o.w2_sf, h, i / kSfGroup);
+  o.y.assign(size_t{num_rows} * h, 0xFFFF);
+  o.received.assign(experts, -1);
+  o.status.assign(kNumStatusWords, -1);
+  o.num_tokens = static_cast<int32_t>(num_rows);
+  return o;
+}
+
+// One slot's contribution, by the formula, in double except where the contract rounds.
+std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uint32_t expert,
+                               const uint16_t* x, float weight) {
+  const uint32_t h = shape.hidden, inter = shape.intermediate;
+  std::vector<float> dequantised(h), activated(inter);
+  for (uint32_t g = 0; g < h; g += kSfGroup) {
+    float values[kSfGroup];
+    uint8_t codes[kSfGroup];
+    for (uint32_t j = 0; j < kSfGroup; ++j) values[j] = bf16_to_float(x[g + j]);
+    const uint8_t sf = quantize_group_e4m3(values, codes);
+    for (uint32_t j = 0; j < kSfGroup; ++j) {
+      dequantised[g + j] = e4m3_to_float(codes[j]) * ue8m0_to_float(sf);
+    }
+  }
+  for (uint32_t c = 0; c < inter; ++c) {
+    double gate = 0, up = 0;
+    const size_t row = size_t{expert} * 2 * inter + c;
+    for (uint32_t j = 0; j < h; ++j) {
+      gate += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row, j, h);
+      up += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row + inter, j, h);
+    }
+    activated[c] = static_cast<float>(gate / (1 + std::exp(-gate)) * up * weight);
+  }
+  for (uint32_t g = 0; g < inter; g += kSfGroup) {
+    uint8_t codes[kSfGroup];
+    const uint8_t sf = quantize_group_e4m3(activated.data() + g, codes);
+    for (uint32_t j = 0; j < kSfGroup; ++j) {
+      activated[g + j] = e4m3_to_float(codes[j]) * ue8m0_to_float(sf);
+    }
+  }
+  std::vector<double> out(h);
+  for (uint32_t c = 0; c < h; ++c) {
+    for (uint32_t j = 0; j < inter; ++j) {
+      out[c] +=
+          double{activated[j]} * weight_at(owner.w2, owner.w2_sf, size_t{expert} * h + c, j, inter);
+    }
+  }
+  return out;
+}
+
+void check_against_formula(const MoeShape& shape, const std::vector<Operands>& ranks) {
+  double error = 0, norm = 0;
+  for (const Operands& rank : ranks) {
+    for (size_t token = 0; token < rank.y.size() / shape.hidden; ++token) {
+      std::vector<double> sum(shape.hidden);
+      for (uint32_t k = 0; k < shape.top_k; ++k) {
+        const size_t slot = token * shape.top_k + k;
+        const int32_t expert = rank.topk_idx[slot];
+        if (expert < 0 || expert >= static_cast<int32_t>(shape.num_experts)) continue;
+        const uint32_t owner = shape.owner_of(static_cast<uint32_t>(expert));
+        const auto row = expert_row(shape, ranks[owner],
+                                    static_cast<uint32_t>(expert) % shape.num_local_experts(),
+                                    &rank.x[token * shape.hidden], rank.topk_weights[slot]);
+        for (uint32_t i = 0; i < shape.hidden; ++i) sum[i] += row[i];
+      }
+      for (uint32_t i = 0; i < shape.hidden; ++i) {
+        const double got = bf16_to_float(rank.y[token * shape.hidden + i]);
+        error += (got - sum[i]) * (got - sum[i]);
+        norm += sum[i] * sum[i];
+      }
+    }
+  }
+  // Each slot's row and the sum are rounded to BF16: at most 2^-9 of the value each, 2^-8 together.
+  // FP8 codes that differ because FP32 and double sums straddle a tie add far less.
+  CHECK(std::sqrt(error) <= std::ldexp(1.0, -8) * std::sqrt(norm));
+  CHECK(norm > 0);
+}
+
+CallArgs args_of(Operands& o, const MoeShape& shape) {
+  CallArgs args;
+  args.x = o.x.data();
+  args.topk_idx = o.topk_idx.data();
+  args.topk_weights = o.topk_weights.data();
+  args.num_tokens = &o.num_tokens;
+  args.num_rows = static_cast<uint32_t>(o.x.size() / shape.hidden);
+  args.w13 = o.w13_cpu.data();
+  args.w13_sf = o.w13_sf_cpu.data();
+  args.w2 = o.w2_cpu.data();
+  args.w2_sf = o.w2_sf_cpu.data();
+  args.swiglu_limit = INFINITY;
+  args.y = o.y.data();
+  args.received = o.received.data();
+  args.status = o.status.data();
+  return args;
+}
+
+void run_shape(MoeShape shape, uint32_t workers, std::mt19937& rng) {
+  shape.block_m = kBlockM;
+  CHECK(shape.valid());
+  MegaMoeGroup group(shape, workers);
+  for (uint32_t routing = 0; routing < 4; ++routing) {
+    group.poison();
+    std::vector<Operands> ranks;
+    for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+      const uint32_t rows = rank == 1 ? 0 : 1 + static_cast<uint32_t>(rng()) % shape.max_tokens;
+      ranks.push_back(make_operands(shape, rng, rows, routing));
+    }
+    std::vector<CallArgs> args;
+    for (Operands& o : ranks) args.push_back(args_of(o, shape));
+    const CallResult result = group.run(args, kTimeoutSeconds);
+    CHECK(result.timeout.empty() && result.refusal.empty());
+    check_against_formula(shape, ranks);
+    // The same call again gives the same bits.
+    std::vector<std::vector<uint16_t>> first;
+    for (const Operands& o : ranks) first.push_back(o.y);
+    CHECK(group.run(args, kTimeoutSeconds).timeout.empty());
+    for (size_t rank = 0; rank < ranks.size(); ++rank) CHECK(first[rank] == ranks[rank].y);
+  }
+}
+
+// Every signal, dropped once, ends in a failure that names its counter; the next call works.
+void run_faults(std::mt19937& rng) {
+  MoeShape shape{3, 6, 2, 128, 128, 40, kBlockM, 1};
+  MegaMoeGroup group(shape, 2);
+  const Region signals[] = {
+      Region::rank_barrier, Region::grid_barrier, Region::expert_recv_count_sum,
+      Region::l1_arrival,   Region::l1_empty,     Region::l2_arrival,
+      Region::l2_empty};
+  std::vector<Operands> ranks;
+  for (uint32_t rank = 0; rank < 3; ++rank) ranks.push_back(make_operands(shape, rng, 40, 0));
+  std::vector<CallArgs> args;
+  for (Operands& o : ranks) args.push_back(args_of(o, shape));
+  for (const Region region : signals) {
+    group.arm_fault(static_cast<uint32_t>(region), 1);
+    const std::string failure = group.run(args, 0.3).timeout;
+    const std::string name = group.layout().at(region).name;
+    CHECK(failure.find(name + "[") != std::string::npos);
+    CHECK(failure.find("rank") != std::string::npos);
+    CHECK(group.run(args, kTimeoutSeconds).timeout.empty());
+    check_against_formula(shape, ranks);
+  }
+}
+
+}  // namespace
+}  // namespace jax_megamoe::cpu
+
+int main() {
+  using jax_megamoe::MoeShape;
+  std::mt19937 rng(20260);
+  // {ranks, experts, top_k, hidden, intermediate, max_tokens, block_m, ring_blocks}
+  jax_megamoe::cpu::run_shape(MoeShape{1, 4, 2, 128, 128, 70, 0, 2}, 1, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{4, 8, 3, 256, 128, 33, 0, 1}, 2, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{8, 8, 2, 128, 256, 20, 0, 3}, 1, rng);
+  jax_megamoe::cpu::run_faults(rng);
+  std::puts("cpu_backend_test: passed");
+}

@@ -1,0 +1,166 @@
+"""The configuration every part of the library shares: layer, buffers, reference, baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jax_megamoe.errors import check
+
+#: Elements along K that share one UE8M0 scale factor, in activations and in weights.
+SF_GROUP = 32
+#: Rows of a weight matrix handled by one tile, and the granularity of hidden and intermediate.
+BLOCK_N = 128
+#: Largest top-k: a slot index has to fit a warp's lanes on the GPU back ends.
+MAX_TOP_K = 32
+#: Largest number of expert-parallel ranks (one NVLink domain of 72 GPUs).
+MAX_RANKS = 72
+#: Row numbers travel as 32-bit words; token * top_k + slot has to stay below this.
+MAX_ROWS = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """What stands between linear 1 and linear 2. Build it with `swiglu`.
+
+    Attributes:
+      kind: only ``"swiglu"``: ``silu(gate) * up``.
+      limit: clamp bound L, or None: ``gate <- min(gate, L)``, ``up <- clip(up, -L, L)`` before
+        SwiGLU (the gate is clamped from above only, as DeepSeek-V4 does with L = 10).
+    """
+
+    kind: str = "swiglu"
+    limit: float | None = None
+
+    def __post_init__(self):
+        check(
+            self.kind == "swiglu",
+            "activation.kind",
+            got=self.kind,
+            want="'swiglu'",
+            remedy="use jax_megamoe.swiglu(limit=...); no other activation is implemented",
+        )
+        check(
+            self.limit is None or (math.isfinite(self.limit) and self.limit > 0),
+            "activation.limit",
+            got=self.limit,
+            want="None or a positive finite number",
+            remedy="pass None to leave gate and up unclamped",
+        )
+
+
+def swiglu(limit: float | None = None) -> Activation:
+    """SwiGLU, ``silu(gate) * up``, with the optional clamp of DeepSeek-V4 (see `Activation`)."""
+    return Activation("swiglu", None if limit is None else float(limit))
+
+
+@dataclasses.dataclass(frozen=True)
+class MegaMoEConfig:
+    """Shapes and limits of one expert-parallel MoE layer.
+
+    Attributes:
+      num_experts: E, experts over all ranks; the number of ranks has to divide it.
+      top_k: K, expert slots per token, 1 to 32 and at most E.
+      hidden: width of a token, a multiple of 128.
+      intermediate: width of an expert, a multiple of 128.
+      max_tokens_per_rank: T, the largest number of tokens one rank passes in one call. It sizes the
+        symmetric buffers; calls with fewer tokens use the same buffers.
+      activation: see `swiglu`.
+      ring_tokens: rows of the ring that holds dispatched tokens between the stages, rounded up to
+        blocks. None picks a size from T and K; more rows cost memory, fewer rows cost waiting.
+      timeout_s: seconds after which a wait inside the layer gives up and the call raises. It has to
+        be longer than the largest difference in arrival time between two ranks.
+      checked: if True an expert id outside [-1, E) makes the call raise. If False such a slot is
+        dropped like -1 and counted in `MoEStats.out_of_range`.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    max_tokens_per_rank: int
+    activation: Activation = Activation()
+    ring_tokens: int | None = None
+    timeout_s: float = 300.0
+    checked: bool = False
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "hidden", "intermediate", "max_tokens_per_rank"):
+            value = getattr(self, name)
+            check(
+                isinstance(value, int) and not isinstance(value, bool) and value > 0,
+                name,
+                got=repr(value),
+                want="a positive int",
+                remedy="MegaMoEConfig takes static Python ints; use int(...) on numpy scalars",
+            )
+        check(
+            self.top_k <= min(MAX_TOP_K, self.num_experts),
+            "top_k",
+            got=self.top_k,
+            want=f"at most min({MAX_TOP_K}, num_experts={self.num_experts})",
+            remedy="a token cannot use more expert slots than that",
+        )
+        for name in ("hidden", "intermediate"):
+            value = getattr(self, name)
+            check(
+                value % BLOCK_N == 0,
+                name,
+                got=value,
+                want=f"a multiple of {BLOCK_N}",
+                remedy=f"pad weights and activations with zeros to "
+                f"{-(-value // BLOCK_N) * BLOCK_N}",
+            )
+        check(
+            isinstance(self.activation, Activation),
+            "activation",
+            got=type(self.activation).__name__,
+            want="a jax_megamoe.Activation",
+            remedy="use jax_megamoe.swiglu(limit=...)",
+        )
+        check(
+            self.max_tokens_per_rank * self.top_k <= MAX_ROWS,
+            "max_tokens_per_rank * top_k",
+            got=self.max_tokens_per_rank * self.top_k,
+            want=f"at most {MAX_ROWS}",
+            remedy="split the batch into several calls",
+        )
+        check(
+            self.ring_tokens is None or (isinstance(self.ring_tokens, int) and self.ring_tokens > 0),
+            "ring_tokens",
+            got=repr(self.ring_tokens),
+            want="None or a positive int",
+            remedy="leave it None unless memory is short",
+        )
+        check(
+            isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < 1e6,
+            "timeout_s",
+            got=repr(self.timeout_s),
+            want="seconds in (0, 1e6)",
+            remedy="a wait without an end is not offered",
+        )
+
+    def local_experts(self, num_ranks: int) -> int:
+        """E/R, after checking that this number of ranks fits the configuration."""
+        check(
+            1 <= num_ranks <= MAX_RANKS,
+            "number of expert-parallel ranks",
+            got=num_ranks,
+            want=f"1 to {MAX_RANKS}",
+            remedy="use a shorter mesh axis for expert parallelism",
+        )
+        check(
+            self.num_experts % num_ranks == 0,
+            "num_experts",
+            got=f"{self.num_experts} on {num_ranks} ranks",
+            want="a multiple of the size of the expert-parallel axis",
+            remedy="choose an axis size that divides num_experts, or pad with unused experts",
+        )
+        check(
+            num_ranks * self.max_tokens_per_rank * self.top_k <= MAX_ROWS,
+            "ranks * max_tokens_per_rank * top_k",
+            got=num_ranks * self.max_tokens_per_rank * self.top_k,
+            want=f"at most {MAX_ROWS}",
+            remedy="split the batch into several calls",
+        )
+        return self.num_experts // num_ranks

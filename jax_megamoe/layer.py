@@ -1,0 +1,432 @@
+"""The layer: `MegaMoE`, callable under jit on global arrays, and `.local` inside a shard_map."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_megamoe import quantize, unfused
+from jax_megamoe import weights as weights_lib
+from jax_megamoe._ffi import CPU_TARGET, devices_backend, native
+from jax_megamoe.config import SF_GROUP, MegaMoEConfig
+from jax_megamoe.errors import check, check_array
+from jax_megamoe.symmetric import SymmetricBuffer
+from jax_megamoe.weights import ExpertWeights
+
+#: BF16 tokens, or a pair (E4M3 codes [tokens, H], UE8M0 scales [tokens, H/32]).
+Tokens = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@functools.partial(
+    jax.export.register_namedtuple_serialization, serialized_name="jax_megamoe.MoEStats"
+)
+class MoEStats(NamedTuple):
+    """What happened in one call, all int32. R is the number of token shards.
+
+    Attributes:
+      tokens_per_expert: [E] (in `.local`: [E/R]) rows each expert received; a token that names an
+        expert in two slots counts twice.
+      out_of_range: [R] slots whose expert id was outside [-1, E); they were dropped.
+      received_rows: [R] rows each rank received for its experts.
+      pool_blocks: [R] blocks of rows those fill.
+      ring_laps: [R] how often the ring of dispatched rows was filled.
+    """
+
+    tokens_per_expert: jax.Array
+    out_of_range: jax.Array
+    received_rows: jax.Array
+    pool_blocks: jax.Array
+    ring_laps: jax.Array
+
+
+class MegaMoE:
+    """An expert-parallel MoE layer: dispatch, linear 1, SwiGLU, linear 2 and combine in one call.
+
+    For token t of a rank, with expert e_k and routing weight p_k of slot k,
+
+        y[t] = sum_k W2[e_k] Q( p_k * silu(W1[e_k] Q(x[t])) * (W3[e_k] Q(x[t])) )
+
+    where Q rounds to E4M3 with a UE8M0 scale per 32 elements. Products accumulate in FP32, each slot's
+    row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
+
+    Args:
+      config: shapes and limits.
+      mesh: a mesh of devices of one back end; on CPU all in this process.
+      axis: the mesh axis that experts are spread over.
+      token_axes: mesh axes that tokens are sharded over when the layer is called on global arrays;
+        default all of them, in the mesh's order. They have to include `axis`.
+
+    The layer owns symmetric buffers, shared with other layers of the same shape on the same mesh and
+    axis. `close` (or leaving a ``with`` block) gives them up; so does garbage collection.
+
+    Example:
+      >>> mesh = jax.make_mesh((8,), ("ep",))
+      >>> layer = jax_megamoe.MegaMoE(config, mesh, axis="ep")
+      >>> weights = layer.shard(jax_megamoe.quantize_weights(w_gate, w_up, w_down))
+      >>> y = jax.jit(layer)(x, topk_idx, topk_weights, weights)
+    """
+
+    def __init__(
+        self,
+        config: MegaMoEConfig,
+        mesh: Mesh,
+        axis: str = "ep",
+        *,
+        token_axes: tuple[str, ...] | None = None,
+    ):
+        check(
+            isinstance(config, MegaMoEConfig),
+            "config",
+            got=type(config).__name__,
+            want="a jax_megamoe.MegaMoEConfig",
+            remedy="build it with MegaMoEConfig(num_experts=..., top_k=..., ...)",
+        )
+        self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
+        self._closed = False
+        self.config, self.mesh, self.axis = config, mesh, axis
+        self.token_axes = tuple(mesh.axis_names) if token_axes is None else tuple(token_axes)
+        check(
+            axis in self.token_axes and set(self.token_axes) <= set(mesh.axis_names),
+            "token_axes",
+            got=self.token_axes,
+            want=f"axes of the mesh {mesh.axis_names}, {axis!r} among them",
+            remedy="tokens must be sharded over the expert-parallel axis: if every rank held the same "
+            "tokens, each would be computed once per rank",
+        )
+        self.num_ranks = mesh.shape[axis]
+        self.backend = devices_backend(mesh.devices.flat[0].platform)
+        self._site = _Site(config, self.backend, axis, self.num_ranks, self._buffer.key)
+
+    def __repr__(self) -> str:
+        return f"MegaMoE({self.config}, ranks={self.num_ranks}, backend={self.backend!r})"
+
+    @property
+    def buffer(self) -> SymmetricBuffer:
+        return self._buffer
+
+    def close(self) -> None:
+        """Gives up the symmetric buffers. Programs that call the layer fail from then on."""
+        if not self._closed:
+            self._closed = True
+            self._buffer.release()
+
+    def __enter__(self) -> MegaMoE:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self):
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def shard(self, weights: ExpertWeights) -> ExpertWeights:
+        """Transforms all E experts' weights to the back end's layout and places E/R on each rank."""
+        weights_lib.check_weights(weights, self.config, self.config.num_experts)
+        weights = weights_lib.to_layout(weights, self.backend)
+        return jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+
+    def __call__(
+        self,
+        x: Tokens,
+        topk_idx: jax.Array,
+        topk_weights: jax.Array,
+        weights: ExpertWeights,
+        *,
+        num_tokens: jax.Array | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """Runs the layer on global arrays; N tokens over R' = product of `token_axes` shards.
+
+        Args:
+          x: [N, H] bfloat16, or a pair (codes [N, H] float8_e4m3fn or uint8, sf [N, H/32] uint8 or
+            float8_e8m0fnu) that is already quantised. N is a multiple of R', N/R' at most
+            config.max_tokens_per_rank.
+          topk_idx: [N, K] int32 or int64 expert ids; -1 leaves a slot out.
+          topk_weights: [N, K] float32, bfloat16 or float16 routing weights.
+          weights: from `shard`.
+          num_tokens: [R'] int32, leading rows of each shard that hold tokens; default all. Other rows
+            are ignored, whatever they hold, and come out as zero.
+          return_stats: also return `MoEStats`.
+
+        Returns:
+          y [N, H] bfloat16, sharded like x; or (y, MoEStats).
+
+        Raises:
+          MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit.
+          jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of range,
+            the buffers were closed, or (checked=True) an expert id is out of range.
+        """
+        shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
+        rows = x[0] if isinstance(x, tuple) else x
+        check(
+            hasattr(rows, "ndim") and rows.ndim == 2 and rows.shape[0] % shards == 0,
+            "x",
+            got=f"{getattr(rows, 'dtype', type(rows).__name__)}{list(getattr(rows, 'shape', ()))}",
+            want=f"[N, {self.config.hidden}] with N a multiple of {shards} token shards",
+            remedy="pad with rows and pass num_tokens, or call .local in a shard_map",
+        )
+        if num_tokens is not None:
+            check_array(
+                num_tokens, "num_tokens", (shards,), ("int32",), "one number per token shard"
+            )
+        weights_lib.check_weights(weights, self.config, self.config.num_experts)
+        tokens, experts = P(self.token_axes), P(self.axis)
+        operands = (x, topk_idx, topk_weights, weights, num_tokens)
+        tokens, experts = P(self.token_axes), P(self.axis)
+        if any(kind == jax.sharding.AxisType.Explicit for kind in self.mesh.axis_types):
+            # Explicit axes make shard_map insist on operands that are sharded as in_specs says.
+            operands = tuple(
+                jax.sharding.reshard(operand, NamedSharding(self.mesh, spec))
+                for operand, spec in zip(
+                    operands, (tokens, tokens, tokens, experts, tokens), strict=True
+                )
+            )
+        return _global_call(self._site, self.mesh, self.token_axes, return_stats)(*operands)
+
+    def local(
+        self,
+        x: Tokens,
+        topk_idx: jax.Array,
+        topk_weights: jax.Array,
+        weights: ExpertWeights,
+        *,
+        num_tokens: jax.Array | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """One rank's part, for use inside `jax.shard_map` over the layer's mesh.
+
+        Every rank of the axis has to make the call, with tokens or without. Further mesh axes may be
+        in use: each place on them is an expert-parallel group of its own.
+
+        Args, Returns, Raises: as `__call__`, with this rank's rows only: x [T, H] with T at most
+        config.max_tokens_per_rank, weights of E/R experts, num_tokens an int32 scalar (or [1]),
+        MoEStats of this rank ([E/R] and [1]).
+        """
+        return _local_call(
+            self._site,
+            x,
+            topk_idx,
+            topk_weights,
+            weights,
+            num_tokens=num_tokens,
+            return_stats=return_stats,
+        )
+
+
+class _Site(NamedTuple):
+    """What a call needs to know about its layer; static and hashable."""
+
+    config: MegaMoEConfig
+    backend: str
+    axis: str
+    num_ranks: int
+    buffer_key: str
+
+
+@functools.cache
+def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
+    """The jitted shard_map over global arrays. jit matters to callers that do not use it: without it
+    shard_map would compile and dispatch every operation of the gradient on its own."""
+
+    def body(x, topk_idx, topk_weights, weights, num_tokens):
+        y, stats = _local_call(
+            site, x, topk_idx, topk_weights, weights, num_tokens=num_tokens, return_stats=True
+        )
+        if not return_stats:
+            return y
+        others = tuple(name for name in token_axes if name != site.axis)
+        return y, stats._replace(tokens_per_expert=lax.psum(stats.tokens_per_expert, others))
+
+    tokens, experts = P(token_axes), P(site.axis)
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(tokens, tokens, tokens, experts, tokens),
+            out_specs=(tokens, MoEStats(experts, *4 * (tokens,))) if return_stats else tokens,
+        )
+    )
+
+
+def _local_call(
+    site: _Site, x, topk_idx, topk_weights, weights, *, num_tokens, return_stats: bool
+) -> Any:
+    """`MegaMoE.local`."""
+    x, topk_idx, topk_weights, num_tokens = _check_local(
+        site, x, topk_idx, topk_weights, weights, num_tokens
+    )
+    operands = (x, topk_idx, topk_weights, num_tokens, weights)
+    operands = _vary(operands, _varying_axes(operands) | {site.axis})
+    y, received, status = _differentiable_call(site)(*operands)
+    if not return_stats:
+        return y
+    return y, MoEStats(received, *(status[word : word + 1] for word in range(status.shape[0])))
+
+
+def _check_local(site: _Site, x, topk_idx, topk_weights, weights, num_tokens):
+    config = site.config
+    try:
+        ranks = lax.axis_size(site.axis)
+    except NameError as error:
+        raise NameError(
+            f"jax_megamoe: MegaMoE.local: axis {site.axis!r} is not bound; expected a call inside "
+            "jax.shard_map over the layer's mesh. Outside, call the layer itsite."
+        ) from error
+    check(
+        ranks == site.num_ranks,
+        f"size of axis {site.axis!r}",
+        got=ranks,
+        want=f"{site.num_ranks}, as in the layer's mesh",
+        remedy="use the layer's mesh in shard_map, or create a layer for this mesh",
+    )
+    if isinstance(x, tuple):
+        check(len(x) == 2, "x", got=f"{len(x)} arrays", want="(codes, sf)", remedy="pass both")
+        codes, sf = x
+        remedy = "quantise with jax_megamoe.quantize.quantize_e4m3"
+        check_array(codes, "x codes", ("T", config.hidden), ("float8_e4m3fn", "uint8"), remedy)
+        rows = codes.shape[0]
+        sf_dtypes = ("uint8", "float8_e8m0fnu")
+        check_array(sf, "x sf", (rows, config.hidden // SF_GROUP), sf_dtypes, remedy)
+        x = (quantize.as_bytes(codes), quantize.as_bytes(sf))
+    else:
+        remedy = "cast with x.astype(jnp.bfloat16), or pass a quantised (codes, sf) pair"
+        check_array(x, "x", ("T", config.hidden), ("bfloat16",), remedy)
+        rows = x.shape[0]
+    check(
+        rows <= config.max_tokens_per_rank,
+        "x",
+        got=f"{rows} rows on a rank",
+        want=f"at most max_tokens_per_rank = {config.max_tokens_per_rank}",
+        remedy="raise max_tokens_per_rank or split the batch",
+    )
+    remedy = "one row per token, one column per slot; fill unused slots with -1"
+    check_array(topk_idx, "topk_idx", (rows, config.top_k), ("int32", "int64"), remedy)
+    floats = ("float32", "bfloat16", "float16")
+    check_array(topk_weights, "topk_weights", (rows, config.top_k), floats, "cast to float32")
+    weights_lib.check_weights(weights, config, config.local_experts(ranks))
+    check(
+        weights.layout == site.backend,
+        "weights.layout",
+        got=repr(weights.layout),
+        want=f"{site.backend!r}, the layout of this back end",
+        remedy="call layer.shard(weights) once, outside the step",
+    )
+    if num_tokens is None:
+        num_tokens = jnp.full((1,), rows, jnp.int32)
+    else:
+        num_tokens = jnp.asarray(num_tokens)
+        check(
+            num_tokens.size == 1 and num_tokens.dtype == jnp.int32,
+            "num_tokens",
+            got=f"{num_tokens.dtype}{list(num_tokens.shape)}",
+            want="an int32 scalar",
+            remedy="pass this rank's number of tokens",
+        )
+        num_tokens = num_tokens.reshape(1)
+    return x, topk_idx, topk_weights.astype(jnp.float32), num_tokens
+
+
+def _varying_axes(tree: Any) -> set[str]:
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(tree):
+        axes |= set(jax.typeof(leaf).manual_axis_type.varying)
+    return axes
+
+
+def _vary(tree: Any, axes: set[str]) -> Any:
+    """Types every array as varying over `axes`.
+
+    ffi_call drops the varying-over-axis type of its operands. Without the cast, out_specs go
+    unchecked and gradients come out multiplied by the number of devices. Operands are cast as well,
+    outside the custom_vjp, so that cotangents have the operands' type.
+    """
+
+    def cast(leaf):
+        missing = tuple(sorted(axes - set(jax.typeof(leaf).manual_axis_type.varying)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
+    """The custom call of one rank -> (y, received, status)."""
+    codes, sf = x if isinstance(x, tuple) else (x, jnp.zeros((0, 0), jnp.uint8))
+    config = site.config
+    local_experts = config.local_experts(site.num_ranks)
+    results = (
+        jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16),
+        jax.ShapeDtypeStruct((local_experts,), jnp.int32),
+        jax.ShapeDtypeStruct((native.NUM_STATUS_WORDS,), jnp.int32),
+    )
+    if codes.shape[0] == 0:  # on every rank, as shapes are: XLA drops calls without elements
+        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
+    limit = np.inf if config.activation.limit is None else config.activation.limit
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands):
+        return jax.ffi.ffi_call(CPU_TARGET, results)(
+            *operands,
+            key=site.buffer_key,
+            swiglu_limit=np.float32(limit),
+            timeout_s=np.float64(config.timeout_s),
+            checked=config.checked,
+        )
+
+    @call.def_vmap
+    def refuse(*_):
+        raise NotImplementedError(
+            "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one token axis. Fold "
+            "the batch into it: x.reshape(-1, hidden), with max_tokens_per_rank large enough."
+        )
+
+    ep_rank = lax.axis_index(site.axis).reshape(1)
+    arrays = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf)
+    return call(codes, sf, topk_idx, topk_weights, num_tokens, ep_rank, *arrays)
+
+
+@functools.cache
+def _differentiable_call(site: _Site):
+    """`_ffi_call` with a gradient for x and topk_weights, through the unfused layer.
+
+    Operands: (x, topk_idx, topk_weights, num_tokens, weights), all varying over the same mesh axes.
+    """
+
+    @jax.custom_vjp
+    def call(*operands):
+        return _vary(_ffi_call(site, *operands), _varying_axes(operands))
+
+    def forward(*operands):
+        return call(*operands), operands
+
+    def backward(operands, cotangents):
+        x, topk_idx, topk_weights, num_tokens, weights = operands
+
+        def unfused_layer(x, topk_weights):
+            return unfused.local(
+                x,
+                topk_idx,
+                topk_weights,
+                weights,
+                site.config,
+                axis=site.axis,
+                num_tokens=num_tokens[0],
+                differentiable=True,
+            )
+
+        if isinstance(x, tuple):  # integer codes: only the routing weights have a gradient
+            _, vjp = jax.vjp(functools.partial(unfused_layer, x), topk_weights)
+            return None, None, *vjp(cotangents[0]), None, None
+        _, vjp = jax.vjp(unfused_layer, x, topk_weights)
+        dx, d_topk_weights = vjp(cotangents[0])
+        return dx, None, d_topk_weights, None, None
+
+    call.defvjp(forward, backward)
+    return call

@@ -1,0 +1,240 @@
+"""E4M3, E2M1 and UE8M0: quantise, dequantise, pack, unpack. Jit-able, and exact by construction.
+
+Everything here works on integer bit patterns, because floating-point units that flush denormals
+and casts that round scales to nearest would both change results without an error. The same rules in
+C++ are in ``cc/protocol/numerics.h``; a test compares the two bit for bit.
+
+The scale of a block of 32 elements along the last axis is the smallest power of two that keeps every
+element within range (rule "ceil"). With ``A = max |x|`` over the finite elements of the block, E its
+biased FP32 exponent and M its 23 mantissa bits, the stored UE8M0 byte is
+
+* E4M3: ``clamp(E - 8 + (M > 0x600000), 1, 254)``, because 448 = 1.75 * 2^8,
+* E2M1: ``clamp(E - 2 + (M > 0x400000), 1, 254)``, because 6 = 1.5 * 2^2,
+
+and an element is ``round_to_nearest_even(x * 2^(127 - byte))``. An all-zero block has A = 0, hence
+byte 1 and zero codes: no special case.
+
+Non-finite elements never change their neighbours. In E4M3 a NaN or an infinity becomes the code NaN
+(sign kept). E2M1 has no NaN, so the whole block gets the scale byte 255, which is UE8M0's NaN.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_megamoe.config import SF_GROUP
+from jax_megamoe.errors import check
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E4M3_NAN = 0x7F
+UE8M0_NAN = 0xFF
+SF_MIN, SF_MAX = 1, 254
+
+_U32 = jnp.uint32
+_ABS = 0x7FFFFFFF
+_EXP = 0x7F800000
+
+
+def _f32_bits(x: jax.Array) -> jax.Array:
+    """Bits of x widened to FP32, exactly, for BF16, FP16 and FP32, denormals included."""
+    if x.dtype == jnp.float32:
+        return lax.bitcast_convert_type(x, _U32)
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(x, jnp.uint16).astype(_U32) << 16
+    check(
+        x.dtype == jnp.float16,
+        "array to quantise",
+        got=x.dtype,
+        want="bfloat16, float16 or float32",
+        remedy="cast it first",
+    )
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(_U32)
+    sign, exponent, mantissa = (bits & 0x8000) << 16, (bits >> 10) & 0x1F, bits & 0x3FF
+    # A denormal m * 2^-24 has its leading one at bit 31 - clz(m).
+    lead = 31 - lax.clz(jnp.maximum(mantissa, 1))
+    denormal = ((103 + lead) << 23) | ((mantissa << (23 - lead)) & 0x7FFFFF)
+    normal = ((exponent + 112) << 23) | (mantissa << 13)
+    magnitude = jnp.where(exponent == 0, jnp.where(mantissa == 0, 0, denormal), normal)
+    return sign | jnp.where(exponent == 31, _EXP | (mantissa << 13), magnitude)
+
+
+def _f32(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits.astype(_U32), jnp.float32)
+
+
+def _grouped(x: jax.Array) -> jax.Array:
+    check(
+        x.ndim >= 1 and x.shape[-1] % SF_GROUP == 0,
+        "last axis of the array to quantise",
+        got=list(x.shape),
+        want=f"a multiple of {SF_GROUP}",
+        remedy=f"scales cover {SF_GROUP} elements along K; pad K with zeros",
+    )
+    return x.reshape(*x.shape[:-1], x.shape[-1] // SF_GROUP, SF_GROUP)
+
+
+def _block_amax(bits: jax.Array) -> jax.Array:
+    """FP32 bits of the largest finite magnitude over the last axis."""
+    magnitude = bits & _ABS
+    return jnp.max(jnp.where(magnitude < _EXP, magnitude, 0), axis=-1)
+
+
+def sf_e4m3(amax_bits: jax.Array) -> jax.Array:
+    """UE8M0 byte (uint8) of an E4M3 block from the FP32 bits (uint32) of its amax."""
+    return _sf(amax_bits, 8, 0x600000)
+
+
+def sf_e2m1(amax_bits: jax.Array) -> jax.Array:
+    """UE8M0 byte (uint8) of an E2M1 block from the FP32 bits (uint32) of its amax."""
+    return _sf(amax_bits, 2, 0x400000)
+
+
+def _sf(amax_bits, emax, mantissa_limit):
+    exponent = (amax_bits >> 23).astype(jnp.int32)
+    byte = exponent - emax + ((amax_bits & 0x7FFFFF) > mantissa_limit).astype(jnp.int32)
+    return jnp.clip(byte, SF_MIN, SF_MAX).astype(jnp.uint8)
+
+
+def _round_scaled(bits, sf, *, mantissa_bits, min_exponent, max_code):
+    """Codes without sign: round-to-nearest-even of |x| * 2^(127 - sf), saturated at max_code.
+
+    min_exponent is the exponent of the smallest normal number. All in uint32/int32 arithmetic: the
+    significand is shifted right to the unit in the last place and rounded once.
+    """
+    magnitude = bits & _ABS
+    raw_exponent = (magnitude >> 23).astype(jnp.int32)
+    significand = (magnitude & 0x7FFFFF) | jnp.where(raw_exponent > 0, 0x800000, 0).astype(_U32)
+    # |x| * 2^(127 - sf) = significand * 2^(exponent - 23)
+    exponent = jnp.maximum(raw_exponent, 1) - 127 + (127 - sf.astype(jnp.int32))
+    # FP32 denormals are normalised so that the exponent below is the true one.
+    lead = 31 - lax.clz(jnp.maximum(significand, 1)).astype(jnp.int32)
+    significand = significand << (23 - lead).astype(_U32)
+    exponent = exponent - (23 - lead)
+    quantum = jnp.maximum(exponent, min_exponent) - mantissa_bits
+    shift = jnp.clip(quantum - (exponent - 23), 0, 31).astype(_U32)
+    kept = significand >> shift
+    remainder = significand & ((_U32(1) << shift) - 1)
+    half = (_U32(1) << shift) >> 1
+    round_up = (remainder > half) | ((remainder == half) & ((kept & 1) == 1))
+    kept = kept + round_up.astype(_U32)
+    # kept counts quanta; a carry into the next binade is absorbed by the encoding's arithmetic.
+    binade = jnp.maximum(exponent - min_exponent, 0).astype(_U32)
+    code = kept + (binade << mantissa_bits)
+    return jnp.where(magnitude == 0, 0, jnp.minimum(code, max_code))
+
+
+def quantize_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantises along the last axis to E4M3 with one UE8M0 scale per 32 elements.
+
+    Args:
+      x: [..., K] bfloat16, float16 or float32, K a multiple of 32.
+
+    Returns:
+      codes: [..., K] uint8, E4M3 bit patterns. ``lax.bitcast_convert_type`` to float8_e4m3fn is free.
+      sf: [..., K/32] uint8, UE8M0 bytes in [1, 254].
+
+    Raises:
+      MegaMoEError: another dtype, or K not a multiple of 32.
+    """
+    bits = _f32_bits(_grouped(x))
+    sf = sf_e4m3(_block_amax(bits))
+    code = _round_scaled(bits, sf[..., None], mantissa_bits=3, min_exponent=-6, max_code=0x7E)
+    code = jnp.where((bits & _ABS) >= _EXP, E4M3_NAN, code) | ((bits >> 24) & 0x80)
+    return code.astype(jnp.uint8).reshape(x.shape), sf
+
+
+def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """Values of E4M3 codes: ``e4m3(code) * 2^(sf - 127)``.
+
+    Args:
+      codes: [..., K] uint8 or float8_e4m3fn.
+      sf: [..., K/32] uint8 or float8_e8m0fnu.
+      dtype: float32 (exact while the product is in FP32's normal range; XLA flushes
+        what is below) or another float dtype.
+
+    Returns:
+      [..., K] of `dtype`.
+    """
+    codes, sf = as_bytes(codes), as_bytes(sf)
+    exponent, mantissa = (codes.astype(_U32) >> 3) & 15, codes.astype(_U32) & 7
+    normal = _f32(((exponent + 120) << 23) | (mantissa << 20))
+    value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-9, normal)
+    value = jnp.where((codes & 0x7F) == E4M3_NAN, jnp.nan, value)
+    value = jnp.where(codes & 0x80, -value, value)
+    return _scale(value, sf).astype(dtype)
+
+
+def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantises along the last axis to E2M1 with one UE8M0 scale per 32 elements.
+
+    Args:
+      x: [..., K] bfloat16, float16 or float32, K a multiple of 32.
+
+    Returns:
+      codes: [..., K] uint8 in [0, 16), one code a byte; `pack_e2m1` makes it two a byte.
+      sf: [..., K/32] uint8; 255 marks a block that held a NaN or an infinity.
+
+    Raises:
+      MegaMoEError: another dtype, or K not a multiple of 32.
+    """
+    bits = _f32_bits(_grouped(x))
+    sf = sf_e2m1(_block_amax(bits))
+    code = _round_scaled(bits, sf[..., None], mantissa_bits=1, min_exponent=0, max_code=0x7)
+    finite = (bits & _ABS) < _EXP
+    code = jnp.where(finite, code, 0) | ((bits >> 28) & 0x8)
+    sf = jnp.where(jnp.all(finite, axis=-1), sf, jnp.uint8(UE8M0_NAN))
+    return code.astype(jnp.uint8).reshape(x.shape), sf
+
+
+def dequantize_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
+    """Values of E2M1 codes: ``e2m1(code) * 2^(sf - 127)``.
+
+    Args:
+      codes: [..., K] uint8 in [0, 16), one code a byte (see `unpack_e2m1`).
+      sf: [..., K/32] uint8 or float8_e8m0fnu.
+      dtype: as in `dequantize_e4m3`.
+
+    Returns:
+      [..., K] of `dtype`.
+    """
+    exponent, mantissa = (codes.astype(_U32) >> 1) & 3, codes.astype(_U32) & 1
+    normal = _f32(((exponent + 126) << 23) | (mantissa << 22))
+    value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 0.5, normal)
+    value = jnp.where(codes & 0x8, -value, value)
+    return _scale(value, as_bytes(sf)).astype(dtype)
+
+
+def _scale(value, sf):
+    # 2^(sf - 127) in two exact factors: for sf = 0 one factor would be an FP32 denormal.
+    sf = jnp.repeat(sf.astype(_U32), SF_GROUP, axis=-1)
+    high = _f32(jnp.clip(sf, 64, 254) << 23)
+    low = _f32((127 + sf - jnp.clip(sf, 64, 254)) << 23)
+    return jnp.where(sf == UE8M0_NAN, jnp.nan, value * low * high)
+
+
+def pack_e2m1(codes: jax.Array) -> jax.Array:
+    """[..., K] codes in [0, 16) -> [..., K/2] uint8; element 2j is the low nibble of byte j."""
+    check(
+        codes.shape[-1] % 2 == 0,
+        "last axis of the codes to pack",
+        got=list(codes.shape),
+        want="an even length",
+        remedy="two E2M1 codes share a byte",
+    )
+    codes = codes.astype(jnp.uint8)
+    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed: jax.Array) -> jax.Array:
+    """[..., K/2] uint8 -> [..., K] codes in [0, 16); the inverse of `pack_e2m1`."""
+    packed = as_bytes(packed)
+    pair = jnp.stack([packed & 15, packed >> 4], axis=-1)
+    return pair.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def as_bytes(x: jax.Array) -> jax.Array:
+    """Bit patterns as uint8. A value cast of E8M0 to uint8 would turn 2^-7 into 0."""
+    return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)

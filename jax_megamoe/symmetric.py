@@ -1,0 +1,228 @@
+"""Symmetric buffers: one allocation per device, laid out alike on every rank of an EP group."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_megamoe._ffi import devices_backend, native, register_cpu
+from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.errors import check
+from jax_megamoe.virtual_devices import warn_if_short_of_threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """One region of a symmetric buffer. `offset` and `num_bytes` are bytes per rank."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    writer: str
+    reader: str
+
+
+def moe_shape(config: MegaMoEConfig, num_ranks: int) -> native.MoeShape:
+    """The native shape of `config` on `num_ranks` ranks; source of every derived size."""
+    config.local_experts(num_ranks)
+    return native.MoeShape.make(
+        num_ranks=num_ranks,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        hidden=config.hidden,
+        intermediate=config.intermediate,
+        max_tokens=config.max_tokens_per_rank,
+        ring_tokens=config.ring_tokens or 0,
+    )
+
+
+def buffer_regions(config: MegaMoEConfig, num_ranks: int) -> list[Region]:
+    """The regions of one rank's buffer, in order, without allocating anything."""
+    rows = native.workspace_regions(moe_shape(config, num_ranks))
+    return [Region(**{**row, "shape": _trim(row["shape"])}) for row in rows]
+
+
+def buffer_bytes(config: MegaMoEConfig, num_ranks: int) -> int:
+    """Bytes of one rank's symmetric buffer."""
+    return moe_shape(config, num_ranks).num_bytes
+
+
+def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+def _workers_per_rank(num_devices: int) -> int:
+    """Math threads of one rank; JAX_MEGAMOE_CPU_WORKERS overrides the share of the cores."""
+    setting = os.environ.get("JAX_MEGAMOE_CPU_WORKERS", "")
+    check(
+        setting == "" or (setting.isdigit() and int(setting) > 0),
+        "environment variable JAX_MEGAMOE_CPU_WORKERS",
+        got=repr(setting),
+        want="a positive integer or nothing",
+        remedy="it sets the number of math threads per rank; unset it to share the cores",
+    )
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every operating system
+        cores = os.cpu_count() or 1
+    return int(setting) if setting else max(1, cores // num_devices)
+
+
+class SymmetricBuffer:
+    """The buffers of all ranks of a mesh for one configuration. Get it with `acquire`.
+
+    One buffer serves every layer with the same shape on the same (mesh, axis): `acquire` returns the
+    existing one and counts its users, `release` frees the memory when the last user is gone. On CPU a
+    buffer is ordinary process memory, one region table per virtual device.
+
+    Attributes:
+      key: stable name of (shape, mesh, axis). Programs carry it instead of an address.
+      num_ranks: size of the expert-parallel axis.
+      num_groups: expert-parallel groups, one for each place on the mesh's other axes.
+      num_bytes: bytes per rank.
+    """
+
+    _lock = threading.Lock()
+    _open: dict[str, SymmetricBuffer] = {}  # noqa: RUF012
+
+    def __init__(self, key: str, shape: native.MoeShape, groups: list[list[int]]):
+        self.key = key
+        self.num_ranks = shape.num_ranks
+        self.num_groups = len(groups)
+        self.num_bytes = shape.num_bytes
+        self.workers_per_rank = _workers_per_rank(self.num_ranks * self.num_groups)
+        self._users = 0
+        self._shape = shape
+        try:
+            native.create_buffer(key, shape, groups, self.workers_per_rank)
+        except MemoryError as error:
+            raise MemoryError(
+                f"jax_megamoe: symmetric buffer {key}: {self.num_bytes} bytes on each of "
+                f"{self.num_ranks * self.num_groups} ranks are not to be had. Lower "
+                "max_tokens_per_rank or ring_tokens."
+            ) from error
+
+    @classmethod
+    def acquire(cls, config: MegaMoEConfig, mesh: Mesh, axis: str) -> SymmetricBuffer:
+        """Returns the buffer of (config's shape, mesh, axis), created if this is its first user.
+
+        Raises:
+          MegaMoEError: `axis` is not an axis of `mesh`, the mesh spans several processes or has
+            devices without a back end, or num_experts is not a multiple of the axis size.
+          MemoryError: not enough memory.
+        """
+        groups = _device_groups(mesh, axis)
+        shape = moe_shape(config, len(groups[0]))
+        key = _buffer_key(shape, groups)
+        register_cpu()
+        warn_if_short_of_threads(mesh.devices.size)
+        with cls._lock:
+            buffer = cls._open.get(key)
+            if buffer is None:
+                buffer = cls._open[key] = cls(key, shape, groups)
+            buffer._users += 1
+            return buffer
+
+    def release(self) -> None:
+        """Gives up one `acquire`. The last one waits for a running call and frees the memory."""
+        with SymmetricBuffer._lock:
+            if self._users == 0:
+                return
+            self._users -= 1
+            if self._users > 0:
+                return
+            del SymmetricBuffer._open[self.key]
+            native.release_buffer(self.key)
+
+    @property
+    def is_open(self) -> bool:
+        return self._users > 0
+
+    def read(self, region: str, rank: int, group: int = 0) -> np.ndarray:
+        """A copy of one region, for tests and for looking; waits until no call runs.
+
+        Returns:
+          An array of the region's shape. FP8 codes and scales come as uint8, BF16 as uint16;
+          token_src_metadata as uint32 pairs (source rank, token * top_k + slot).
+        """
+        rows = {row["name"]: row for row in native.workspace_regions(self._shape)}
+        check(
+            region in rows,
+            "region",
+            got=repr(region),
+            want=f"one of {sorted(rows)}",
+            remedy="`python -m jax_megamoe info` prints the table",
+        )
+        dtypes = {"u64": "u8", "u32": "u4", "2xu32": "u4", "i32": "i4", "f32": "f4", "bf16": "u2"}
+        row = rows[region]
+        raw = native.read_region(self.key, group, rank, region)
+        array = np.frombuffer(raw, np.dtype("<" + dtypes.get(row["dtype"], "u1")))
+        shape = _trim(row["shape"]) + ((2,) if row["dtype"] == "2xu32" else ())
+        return array.reshape(shape)
+
+    def poison(self) -> None:
+        """Overwrites all data regions with 0xFF bytes; no result may depend on what they held."""
+        native.poison_buffer(self.key)
+
+    def lose_next_signal(self, region: str, rank: int, group: int = 0) -> None:
+        """Deliberate fault: the next signal from `rank` to a counter of `region` is not sent."""
+        native.arm_fault(self.key, group, region, rank)
+
+
+@atexit.register
+def _release_all() -> None:
+    for key in native.buffer_keys():
+        native.release_buffer(key)
+
+
+def _device_groups(mesh: Mesh, axis: str) -> list[list[int]]:
+    """groups[g][r]: ordinal of the device that is rank r of expert-parallel group g."""
+    check(
+        isinstance(mesh, Mesh),
+        "mesh",
+        got=type(mesh).__name__,
+        want="a jax.sharding.Mesh of devices",
+        remedy="build it with jax.make_mesh",
+    )
+    check(
+        axis in mesh.axis_names,
+        "axis",
+        got=repr(axis),
+        want=f"one of the mesh axes {mesh.axis_names}",
+        remedy="name the axis that experts are spread over",
+    )
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
+    for platform in sorted({device.platform for device in devices.flat}):
+        devices_backend(platform)
+    processes = {device.process_index for device in devices.flat}
+    check(
+        len(processes) == 1,
+        "mesh",
+        got=f"devices of {len(processes)} processes",
+        want="devices of one process",
+        remedy="the CPU back end shares memory within a process; use virtual devices",
+    )
+    groups = devices.reshape(-1, devices.shape[-1])
+    return [[device.local_hardware_id for device in group] for group in groups]
+
+
+def _buffer_key(shape: native.MoeShape, groups: list[list[int]]) -> str:
+    fields = ("num_ranks", "num_experts", "top_k", "hidden", "intermediate", "max_tokens")
+    sizes = {name: getattr(shape, name) for name in (*fields, "block_m", "ring_blocks")}
+    identity = json.dumps([sizes, groups], sort_keys=True)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return (
+        f"moe-r{shape.num_ranks}-e{shape.num_experts}-k{shape.top_k}-h{shape.hidden}"
+        f"-i{shape.intermediate}-t{shape.max_tokens}-{digest}"
+    )

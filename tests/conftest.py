@@ -1,0 +1,36 @@
+"""Eight virtual CPU devices for every test, and small shared fixtures."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+
+import jax_megamoe as jmm
+
+jmm.use_virtual_cpu_devices(8)
+
+# Compilation makes the first example slow; time is not what these tests are about.
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+
+def _num_gpus() -> int:
+    try:
+        return len(jax.devices("gpu"))
+    except RuntimeError:
+        return 0
+
+
+def pytest_collection_modifyitems(items):
+    gpus = _num_gpus()
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
+            if gpus < needed:
+                reason = f"needs {needed} NVIDIA GPU(s), found {gpus}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20261130)

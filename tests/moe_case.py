@@ -1,0 +1,62 @@
+"""One random layer with its operands, and the project's error rule. Shared by the layer's tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from generators import dense_weights, routing, tokens
+
+import jax_megamoe as jmm
+
+
+@functools.cache
+def experts(num_experts, intermediate, hidden, seed=7):
+    rng = np.random.default_rng(seed)
+    dense = dense_weights(rng, num_experts, intermediate, hidden)
+    return jmm.quantize_weights(*(jnp.asarray(w) for w in dense))
+
+
+def mesh_of(num_ranks, axis="ep"):
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((num_ranks,), (axis,), auto, devices=jax.devices("cpu")[:num_ranks])
+
+
+class Case:
+    """Operands of `num_ranks` ranks with `num_tokens` rows each, and what they should give."""
+
+    def __init__(self, rng, config, num_ranks, num_tokens, kind="uniform"):
+        self.config, self.num_ranks = config, num_ranks
+        rows = num_ranks * num_tokens
+        self.x = jnp.asarray(tokens(rng, rows, config.hidden))
+        idx, weights = routing(rng, rows, config.top_k, config.num_experts, kind, num_ranks)
+        self.topk_idx, self.topk_weights = jnp.asarray(idx), jnp.asarray(weights)
+        self.weights = experts(config.num_experts, config.intermediate, config.hidden)
+
+    @property
+    def operands(self):
+        return self.x, self.topk_idx, self.topk_weights
+
+    def by_rank(self, array):
+        return array.reshape(self.num_ranks, -1, *array.shape[1:])
+
+    def reference(self, num_tokens=None):
+        x, idx, weights = (self.by_rank(a) for a in self.operands)
+        y = jmm.reference.mega_moe(x, idx, weights, self.weights, self.config, num_tokens)
+        return np.asarray(y.reshape(self.x.shape), np.float64)
+
+    def truth(self, num_tokens=None):
+        """Quantised operands and FP8 rounding of the contract, everything else float64."""
+        codes, sf = jmm.quantize.quantize_e4m3(self.by_rank(self.x))
+        dense = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.weights)]
+        idx, weights = (np.asarray(self.by_rank(a)) for a in self.operands[1:])
+        y = jmm.reference.staged_float64(codes, sf, idx, weights, *dense, self.config, num_tokens)
+        return y.reshape(self.x.shape)
+
+    def check(self, y, num_tokens=None):
+        """The rule: at most twice the error of the plain computation in the same formats."""
+        truth = self.truth(num_tokens)
+        y, plain = np.asarray(y, np.float64), self.reference(num_tokens)
+        assert np.isfinite(y).all()
+        assert np.linalg.norm(y - truth) <= 2 * np.linalg.norm(plain - truth)
+        assert (y[~truth.any(axis=1)] == 0).all()

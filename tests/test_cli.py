@@ -1,0 +1,250 @@
+"""The command line as users start it: exit codes, tables, JSON files, messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jax_megamoe import symmetric
+from jax_megamoe._ffi import native
+from jax_megamoe.cli import bench, build_parser, demo, info, main
+from jax_megamoe.config import MegaMoEConfig, swiglu
+
+COMMANDS = ("demo", "info", "bench", "compile")
+SMALL = ("--devices", "2", "--hidden", "256", "--intermediate", "128", "--experts", "8")
+SMALL += ("--top-k", "2")
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jax_megamoe", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """First column -> the other columns, for columns at least two spaces apart."""
+    rows = [
+        [cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.split("\n")
+    ]
+    return {row[0]: row[1:] for row in rows if row}
+
+
+# Help and mistakes -------------------------------------------------------------------------------
+
+
+def test_help_of_the_program():
+    result = start("--help")
+    assert result.returncode == 0, result.stderr
+    assert "example:\n  python -m jax_megamoe " in result.stdout
+    assert all(f"\n    {command} " in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_that_parses(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"])
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    example = text.partition("example:\n  python -m jax_megamoe ")[2].partition("\n")[0]
+    assert example.startswith(command)
+    build_parser().parse_args(example.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("demo", "--devices", "3"), "num_experts: got 64 on 3 ranks"),
+        (("demo", "--hidden", "100"), "hidden: got 100"),
+        (("demo", "--steps", "0"), "--steps: got 0"),
+        (("demo", "--seed", "-1"), "--seed: got -1"),
+        (("info", "--ring-tokens", "0"), "ring_tokens: got 0"),
+        (("info", "--ranks", "7"), "num_experts: got 256 on 7 ranks"),
+        (("info", "--json", "/no/such/folder/info.json"), "--json: got"),
+        (("bench", "--tokens", "8,0"), "--tokens: got [8, 0]"),
+        (("bench", "--repeats", "0"), "--repeats: got 0"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, words, capsys):
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1 and words in output.err
+
+
+def test_wrong_arguments_leave_no_trace_in_a_process():
+    result = start("demo", "--experts", "12")
+    assert result.returncode == 2
+    assert result.stderr.startswith("jax_megamoe: num_experts: got 12 on 8 ranks")
+    assert "Traceback" not in result.stderr and result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("bench", "--tokens", "many")])
+def test_unknown_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: python -m jax_megamoe" in capsys.readouterr().err
+
+
+def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "--plot", str(tmp_path / "times.png")]) == 2
+    assert "pip install jax-megamoe[plot]" in capsys.readouterr().err
+
+
+# info --------------------------------------------------------------------------------------------
+
+
+def test_info_table_and_json_agree(tmp_path, capsys, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("info allocates a buffer")
+
+    monkeypatch.setattr(native, "create_buffer", refuse)
+    path, before = tmp_path / "info.json", native.buffer_keys()
+    shape = ("--experts", "32", "--tokens", "64", "--ranks", "4")
+    assert main(["info", *shape, "--ring-tokens", "512", "--json", str(path)]) == 0
+    assert native.buffer_keys() == before
+
+    rows, content = table(capsys.readouterr().out), json.loads(path.read_text())
+    config = MegaMoEConfig(32, 6, 4096, 2048, 64, activation=swiglu(10.0), ring_tokens=512)
+    assert content["config"] == dataclasses.asdict(config)
+    assert content["ranks"] == 4
+    regions = symmetric.buffer_regions(config, 4)
+    assert [region["name"] for region in content["regions"]] == [region.name for region in regions]
+    for region in content["regions"]:
+        cells = rows[region["name"]]
+        assert cells[0] == region["dtype"]
+        assert cells[1] == "x".join(map(str, region["shape"]))
+        assert cells[2:4] == [region["writer"], region["reader"]]
+        assert [int(cell) for cell in cells[4:6]] == [region["offset"], region["num_bytes"]]
+    last = content["regions"][-1]
+    total = symmetric.buffer_bytes(config, 4)
+    assert content["total_bytes"] == int(rows["total"][0]) == total
+    assert last["offset"] + last["num_bytes"] <= total
+    assert sum(region["num_bytes"] for region in content["regions"]) <= total
+    assert rows["back end cpu"] == ["available"]
+    assert rows["back end sm_90a"] == rows["back end sm_100a"] == ["not part of this version"]
+    assert {"python", "jax", "jaxlib", "jax-megamoe", "devices"} <= rows.keys()
+
+
+@pytest.mark.parametrize("preset", info.PRESETS)
+def test_info_presets(preset, capsys):
+    assert main(["info", "--preset", preset]) == 0
+    shape = info.PRESETS[preset]
+    expected = f"{shape['experts']} experts, top-6, hidden {shape['hidden']}, intermediate "
+    assert f"{expected}{shape['intermediate']}, 8 ranks, at most 8192" in capsys.readouterr().out
+
+
+def test_info_in_a_process():
+    result = start("info", "--tokens", "64")
+    assert result.returncode == 0, result.stderr
+    assert "combine" in table(result.stdout)
+
+
+# compile -----------------------------------------------------------------------------------------
+
+
+def test_compile_for_the_cpu(capsys):
+    assert main(["compile", "--arch", "cpu"]) == 0
+    assert "nothing to compile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_compile_refuses_gpus(arch, capsys):
+    assert main(["compile", "--arch", arch]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and f"got {arch}" in output.err and "cpu" in output.err
+
+
+# demo --------------------------------------------------------------------------------------------
+
+
+def test_demo():
+    result = start("demo", *SMALL, "--tokens", "16", "--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = table(result.stdout)
+    checks = [cells for name, cells in rows.items() if name.startswith("check: ")]
+    assert checks == [["PASS"]] * 3
+    assert rows["back end"] == ["cpu"]
+    assert rows["devices"][0].startswith("2 virtual CPU devices")
+    config = MegaMoEConfig(8, 2, 256, 128, 16)
+    kibibytes = symmetric.buffer_bytes(config, 2) / 2**10
+    assert rows["symmetric buffer"] in (
+        [f"{kibibytes:.2f} KiB per rank"],
+        [f"{kibibytes / 2**10:.2f} MiB per rank"],
+    )
+    for name in ("fused", "reference", "unfused"):
+        assert 0 < float(rows[f"error of {name}"][0].split()[0]) < 0.01
+    steps = [line for line in result.stderr.split("\n") if "step " in line]
+    assert len(steps) == 2 and all(line.startswith("[") and " s] " in line for line in steps)
+
+
+def test_demo_of_one_token_on_one_rank():
+    shape = ("--devices", "1", "--tokens", "1", "--experts", "1", "--top-k", "1")
+    result = start("demo", *shape, "--hidden", "128", "--intermediate", "128", "--steps", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_demo_fails_when_a_check_fails(monkeypatch, capsys):
+    errors = {"fused": 2.1e-3, "unfused": 1e-3, "reference": 1e-3}
+    monkeypatch.setattr(demo, "_errors", lambda *_: errors)
+    # In this process JAX runs already, with enough devices.
+    monkeypatch.setattr(demo.shared, "cpu_mesh", _running_mesh)
+    assert main(["demo", *SMALL, "--tokens", "4", "--steps", "1"]) == 1
+    rows = table(capsys.readouterr().out)
+    assert rows["check: fused error at most 2x the reference's"] == ["FAIL"]
+    assert rows["check: same bits in 2 runs"] == ["PASS"]
+
+
+def _running_mesh(num_devices):
+    import jax
+
+    return jax.make_mesh((num_devices,), ("ep",), devices=jax.devices("cpu")[:num_devices])
+
+
+# bench -------------------------------------------------------------------------------------------
+
+
+def test_bench(tmp_path):
+    path = tmp_path / "bench.json"
+    result = start("bench", *SMALL, "--tokens", "4,8", "--repeats", "2", "--json", str(path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads(path.read_text())
+    assert content["schema"] == 1 and content["benchmark"] == "layer"
+    assert (content["backend"], content["devices"], content["repeats"]) == ("cpu", 2, 2)
+    hardware = {"cpu", "cores", "system", "python", "jax", "jaxlib", "jax_megamoe"}
+    assert content["hardware"].keys() == hardware and all(content["hardware"].values())
+    assert content["config"]["max_tokens_per_rank"] == 8
+    assert [row["tokens_per_rank"] for row in content["results"]] == [4, 8]
+    rows = table(result.stdout)
+    for row in content["results"]:
+        assert row["routed_rows"] == 2 * row["tokens_per_rank"] * 2
+        flops = 2 * row["routed_rows"] * 3 * 256 * 128
+        for name in ("fused", "unfused"):
+            times = row[f"{name}_ms_all"]
+            assert len(times) == 2 and row[f"{name}_ms"] == np.median(times)
+            assert row[f"{name}_tflops"] == pytest.approx(flops / row[f"{name}_ms"] / 1e9)
+        assert row["ratio"] == row["unfused_ms"] / row["fused_ms"]
+        assert row["relative_difference"] < 1e-2
+        shown = rows[str(row["tokens_per_rank"])]
+        assert shown[:2] == [f"{row['fused_ms']:.2f}", f"{row['unfused_ms']:.2f}"]
+
+
+def test_bench_fails_when_the_results_differ(monkeypatch, capsys):
+    row = {"tokens_per_rank": 4, "relative_difference": float("nan")}
+    row |= dict.fromkeys(("fused_ms", "unfused_ms", "ratio", "fused_tflops", "unfused_tflops"), 1.0)
+    monkeypatch.setattr(bench, "measure", lambda *_: ([row], "cpu"))
+    assert main(["bench", *SMALL]) == 1
+    assert "FAIL: 4 tokens per rank" in capsys.readouterr().out
+
+
+def test_plot_is_a_png(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    rows = [{"tokens_per_rank": n, "fused_ms": n / 2, "unfused_ms": n} for n in (8, 32, 128)]
+    bench._plot(tmp_path / "times.png", rows, "title")
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,246 @@
+"""MegaMoEConfig: every refusal says operand, got, expected and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_megamoe.config import MAX_RANKS, MAX_ROWS, MAX_TOP_K, Activation, MegaMoEConfig, swiglu
+from jax_megamoe.errors import MegaMoEError, check, check_array
+
+GOOD = {
+    "num_experts": 64,
+    "top_k": 6,
+    "hidden": 256,
+    "intermediate": 128,
+    "max_tokens_per_rank": 512,
+}
+
+
+def refused(call, operand: str, got: str, want: str, remedy: str) -> None:
+    with pytest.raises(MegaMoEError) as error:
+        call()
+    assert str(error.value) == f"jax_megamoe: {operand}: got {got}; expected {want}. {remedy}."
+    assert isinstance(error.value, ValueError)
+
+
+def refused_config(changes: dict, operand: str, got: str, want: str, remedy: str) -> None:
+    refused(lambda: MegaMoEConfig(**{**GOOD, **changes}), operand, got, want, remedy)
+
+
+def test_defaults():
+    config = MegaMoEConfig(**GOOD)
+    assert config.activation == Activation("swiglu", None)
+    assert config.ring_tokens is None and config.timeout_s == 300.0 and config.checked is False
+
+
+def test_is_a_static_value():
+    config = MegaMoEConfig(**GOOD, activation=swiglu(10))
+    same = MegaMoEConfig(**GOOD, activation=swiglu(10.0))
+    assert config == same and hash(config) == hash(same)
+    assert config != dataclasses.replace(config, checked=True)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.hidden = 128
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+@pytest.mark.parametrize("value", [0, -1, 128.0, True, None, "128", np.int64(128)], ids=repr)
+def test_sizes_are_positive_ints(name, value):
+    refused_config(
+        {name: value},
+        name,
+        repr(value),
+        "a positive int",
+        "MegaMoEConfig takes static Python ints; use int(...) on numpy scalars",
+    )
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(64, MAX_TOP_K + 1), (4, 5)])
+def test_top_k_limit(num_experts, top_k):
+    refused_config(
+        {"num_experts": num_experts, "top_k": top_k},
+        "top_k",
+        str(top_k),
+        f"at most min({MAX_TOP_K}, num_experts={num_experts})",
+        "a token cannot use more expert slots than that",
+    )
+    assert MegaMoEConfig(**{**GOOD, "num_experts": num_experts, "top_k": top_k - 1})
+
+
+@pytest.mark.parametrize("name", ["hidden", "intermediate"])
+@pytest.mark.parametrize("value, padded", [(1, 128), (127, 128), (129, 256), (7168 - 64, 7168)])
+def test_widths_are_multiples_of_128(name, value, padded):
+    refused_config(
+        {name: value},
+        name,
+        str(value),
+        "a multiple of 128",
+        f"pad weights and activations with zeros to {padded}",
+    )
+    assert MegaMoEConfig(**{**GOOD, name: padded})
+
+
+def test_activation_type():
+    refused_config(
+        {"activation": "swiglu"},
+        "activation",
+        "str",
+        "a jax_megamoe.Activation",
+        "use jax_megamoe.swiglu(limit=...)",
+    )
+
+
+def test_activation_kind():
+    refused(
+        lambda: Activation("gelu"),
+        "activation.kind",
+        "gelu",
+        "'swiglu'",
+        "use jax_megamoe.swiglu(limit=...); no other activation is implemented",
+    )
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_activation_limit(limit):
+    refused(
+        lambda: swiglu(limit),
+        "activation.limit",
+        str(limit),
+        "None or a positive finite number",
+        "pass None to leave gate and up unclamped",
+    )
+
+
+def test_swiglu():
+    assert swiglu() == Activation("swiglu", None)
+    assert swiglu(limit=10).limit == 10.0 and isinstance(swiglu(10).limit, float)
+    assert isinstance(swiglu(np.float32(0.5)).limit, float)
+
+
+def test_row_limit():
+    refused_config(
+        {"max_tokens_per_rank": 2**30},
+        "max_tokens_per_rank * top_k",
+        str(6 * 2**30),
+        f"at most {MAX_ROWS}",
+        "split the batch into several calls",
+    )
+    assert MegaMoEConfig(**{**GOOD, "max_tokens_per_rank": MAX_ROWS, "top_k": 1})
+
+
+@pytest.mark.parametrize("value", [0, -128, 1.5, "128"], ids=repr)
+def test_ring_tokens(value):
+    refused_config(
+        {"ring_tokens": value},
+        "ring_tokens",
+        repr(value),
+        "None or a positive int",
+        "leave it None unless memory is short",
+    )
+    assert MegaMoEConfig(**GOOD, ring_tokens=1).ring_tokens == 1
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e6, math.inf, math.nan, None, "5"], ids=repr)
+def test_timeout(value):
+    refused_config(
+        {"timeout_s": value},
+        "timeout_s",
+        repr(value),
+        "seconds in (0, 1e6)",
+        "a wait without an end is not offered",
+    )
+    assert MegaMoEConfig(**GOOD, timeout_s=1).timeout_s == 1
+
+
+# Ranks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, MAX_RANKS + 1])
+def test_number_of_ranks(num_ranks):
+    refused(
+        lambda: MegaMoEConfig(**GOOD).local_experts(num_ranks),
+        "number of expert-parallel ranks",
+        str(num_ranks),
+        f"1 to {MAX_RANKS}",
+        "use a shorter mesh axis for expert parallelism",
+    )
+
+
+def test_ranks_divide_experts():
+    refused(
+        lambda: MegaMoEConfig(**GOOD).local_experts(3),
+        "num_experts",
+        "64 on 3 ranks",
+        "a multiple of the size of the expert-parallel axis",
+        "choose an axis size that divides num_experts, or pad with unused experts",
+    )
+
+
+def test_rows_over_all_ranks():
+    config = MegaMoEConfig(**{**GOOD, "max_tokens_per_rank": 2**28})
+    assert config.local_experts(1) == 64
+    refused(
+        lambda: config.local_experts(2),
+        "ranks * max_tokens_per_rank * top_k",
+        str(2 * 2**28 * 6),
+        f"at most {MAX_ROWS}",
+        "split the batch into several calls",
+    )
+
+
+@given(st.integers(1, 512), st.integers(-2, 80), st.integers(1, 2**27), st.integers(1, MAX_TOP_K))
+def test_local_experts_is_an_even_split_or_an_error(num_experts, num_ranks, max_tokens, top_k):
+    top_k = min(top_k, num_experts)
+    changes = {"num_experts": num_experts, "top_k": top_k, "max_tokens_per_rank": max_tokens}
+    if max_tokens * top_k > MAX_ROWS:
+        with pytest.raises(MegaMoEError):
+            MegaMoEConfig(**{**GOOD, **changes})
+        return
+    config = MegaMoEConfig(**{**GOOD, **changes})
+    fits = (
+        1 <= num_ranks <= MAX_RANKS
+        and num_experts % num_ranks == 0
+        and num_ranks * max_tokens * top_k <= MAX_ROWS
+    )
+    if fits:
+        local = config.local_experts(num_ranks)
+        assert isinstance(local, int) and local >= 1 and local * num_ranks == num_experts
+    else:
+        with pytest.raises(MegaMoEError):
+            config.local_experts(num_ranks)
+
+
+# The message itself ------------------------------------------------------------------------------
+
+
+def test_check():
+    check(True, "x", got=1, want="2", remedy="r")
+    refused(lambda: check(False, "x", got=1, want="2", remedy="do that"), "x", "1", "2", "do that")
+
+
+def test_check_array():
+    array = np.zeros((2, 3), np.float32)
+    check_array(array, "x", (2, "columns"), ("float32", "bfloat16"), "r")
+    want = "float32 or bfloat16 [2, columns]"
+    dtypes = ("float32", "bfloat16")
+    for bad, got in (
+        (array[0], "float32[3]"),
+        (np.zeros((3, 3), np.float32), "float32[3, 3]"),
+        (array.astype(np.float64), "float64[2, 3]"),
+        ([[0.0]], "list"),
+        (None, "NoneType"),
+    ):
+        refused(
+            lambda bad=bad: check_array(bad, "x", (2, "columns"), dtypes, "cast it"),
+            "x",
+            got,
+            want,
+            "cast it",
+        )

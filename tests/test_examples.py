@@ -1,0 +1,27 @@
+"""Every example runs and holds what it asserts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 4
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path):
+    result = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_readme_lists_the_example(path):
+    assert f"`{path.name}`" in path.with_name("README.md").read_text()

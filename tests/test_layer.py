@@ -1,0 +1,240 @@
+"""The layer on virtual CPU devices against the reference, over routings, ranks and edge cases."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generators import ROUTINGS, routing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_case import Case, mesh_of
+
+import jax_megamoe as jmm
+
+CONFIG = jmm.MegaMoEConfig(
+    num_experts=16,
+    top_k=3,
+    hidden=256,
+    intermediate=128,
+    max_tokens_per_rank=96,
+    activation=jmm.swiglu(limit=10.0),
+    timeout_s=60.0,
+)
+
+
+@pytest.fixture(scope="module")
+def layers():
+    made = {}
+
+    def layer_on(num_ranks, config=CONFIG):
+        if (num_ranks, config) not in made:
+            layer = jmm.MegaMoE(config, mesh_of(num_ranks))
+            made[num_ranks, config] = layer, jax.jit(
+                lambda *args, **kwargs: layer(*args, return_stats=True, **kwargs)
+            )
+        return made[num_ranks, config]
+
+    yield layer_on
+    for layer, _ in made.values():
+        layer.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_layer_meets_the_error_rule(layers, rng, num_ranks, kind):
+    layer, step = layers(num_ranks)
+    case = Case(rng, CONFIG, num_ranks, 37, kind)
+    layer.buffer.poison()
+    y, stats = step(*case.operands, layer.shard(case.weights))
+    case.check(y)
+    idx = np.asarray(case.topk_idx)
+    routed = idx[(idx >= 0) & (idx < CONFIG.num_experts)]
+    np.testing.assert_array_equal(
+        stats.tokens_per_expert, np.bincount(routed, minlength=CONFIG.num_experts)
+    )
+    wrong = (idx < -1) | (idx >= CONFIG.num_experts)
+    np.testing.assert_array_equal(stats.out_of_range, wrong.reshape(num_ranks, -1).sum(axis=1))
+    owner = routed // (CONFIG.num_experts // num_ranks)
+    np.testing.assert_array_equal(stats.received_rows, np.bincount(owner, minlength=num_ranks))
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 96])
+def test_row_counts_around_a_block(layers, rng, rows):
+    layer, step = layers(2)
+    case = Case(rng, CONFIG, 2, rows, "one_expert")
+    y, stats = step(*case.operands, layer.shard(case.weights))
+    case.check(y)
+    assert int(stats.pool_blocks.sum()) == -(-2 * rows // 64)
+
+
+def test_same_inputs_give_the_same_bits(layers, rng):
+    layer, step = layers(8)
+    case = Case(rng, CONFIG, 8, 50, "zipf")
+    weights = layer.shard(case.weights)
+    first = np.asarray(step(*case.operands, weights)[0])
+    for _ in range(20):
+        layer.buffer.poison()
+        np.testing.assert_array_equal(first, np.asarray(step(*case.operands, weights)[0]))
+
+
+@pytest.mark.parametrize("ring_tokens", [1, 64, 128, 320])
+def test_a_small_ring_changes_nothing(layers, rng, ring_tokens):
+    layer, step = layers(4)
+    case = Case(rng, CONFIG, 4, 96, "zipf")
+    want = step(*case.operands, layer.shard(case.weights))[0]
+    small_layer, small_step = layers(4, dataclasses.replace(CONFIG, ring_tokens=ring_tokens))
+    got, stats = small_step(*case.operands, small_layer.shard(case.weights))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    laps = -(-np.asarray(stats.pool_blocks) // -(-ring_tokens // 64))
+    np.testing.assert_array_equal(stats.ring_laps, laps)
+    assert laps.max() > 1
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0, 0], [0, 20, 1, 0], [20, 20, 20, 20], [3, 0, 20, 19]])
+def test_num_tokens_per_rank(layers, rng, counts):
+    layer, step = layers(4)
+    case = Case(rng, CONFIG, 4, 20)
+    # What lies past num_tokens must not matter, even if it is not a number or not an expert.
+    x = case.by_rank(np.asarray(case.x, np.float32)).copy()
+    idx = np.array(case.by_rank(case.topk_idx))
+    for rank, count in enumerate(counts):
+        x[rank, count:] = np.nan
+        idx[rank, count:] = 10**6
+    counts = np.asarray(counts, np.int32)
+    case.x = jnp.asarray(x.reshape(-1, CONFIG.hidden), jnp.bfloat16)
+    case.topk_idx = jnp.asarray(idx.reshape(-1, CONFIG.top_k))
+    y, stats = step(
+        *case.operands, layer.shard(case.weights), num_tokens=jnp.asarray(counts, jnp.int32)
+    )
+    assert int(stats.received_rows.sum()) == counts.sum() * CONFIG.top_k
+    assert (np.asarray(stats.out_of_range) == 0).all()
+    y = np.asarray(y, np.float64)
+    past = (np.arange(20)[None] >= counts[:, None]).reshape(-1)
+    assert (y[past] == 0).all()
+    if counts.sum():
+        x[~np.isfinite(x)] = 0
+        case.x = jnp.asarray(x.reshape(-1, CONFIG.hidden), jnp.bfloat16)
+        case.check(y, num_tokens=counts)
+
+
+def test_prequantised_input_is_the_same_as_bf16(layers, rng):
+    layer, step = layers(2)
+    case = Case(rng, CONFIG, 2, 30)
+    weights = layer.shard(case.weights)
+    want = np.asarray(step(*case.operands, weights)[0])
+    codes, sf = jmm.quantize.quantize_e4m3(case.x)
+    np.testing.assert_array_equal(np.asarray(step((codes, sf), *case.operands[1:], weights)[0]), want)
+    typed = (
+        jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn),
+        jax.lax.bitcast_convert_type(sf, jnp.float8_e8m0fnu),
+    )
+    np.testing.assert_array_equal(np.asarray(step(typed, *case.operands[1:], weights)[0]), want)
+
+
+def test_int64_expert_ids(layers, rng):
+    layer, step = layers(2)
+    case = Case(rng, CONFIG, 2, 30, "masked")
+    weights = layer.shard(case.weights)
+    want = np.asarray(step(*case.operands, weights)[0])
+    with jax.enable_x64(True):
+        wide = np.asarray(case.topk_idx, np.int64)
+        wide[3, 0] = 2**40 + 1  # would be expert 1 if only 32 bits were looked at
+        narrow = np.asarray(case.topk_idx).copy()
+        narrow[3, 0] = -1
+        got, stats = jax.jit(lambda *a: layer(*a, return_stats=True))(
+            case.x, jnp.asarray(wide), case.topk_weights, weights
+        )
+    assert int(stats.out_of_range.sum()) == 1
+    want = np.asarray(step(case.x, jnp.asarray(narrow), case.topk_weights, weights)[0])
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_a_duplicate_expert_counts_twice(layers):
+    layer, step = layers(2)
+    rng = np.random.default_rng(3)
+    case = Case(rng, CONFIG, 2, 8)
+    idx = np.full((16, 3), -1, np.int32)
+    weights = np.full((16, 3), 0.25, np.float32)
+    idx[:, 0] = idx[:, 2] = 5
+    case.topk_idx, case.topk_weights = jnp.asarray(idx), jnp.asarray(weights)
+    twice, stats = step(*case.operands, layer.shard(case.weights))
+    idx[:, 2] = -1
+    once, _ = step(case.x, jnp.asarray(idx), case.topk_weights, layer.shard(case.weights))
+    assert int(stats.tokens_per_expert[5]) == 32
+    np.testing.assert_array_equal(
+        np.asarray(twice, np.float32), 2 * np.asarray(once, np.float32)
+    )  # doubling is exact in BF16
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_token_stays_alone(layers, rng, bad):
+    layer, step = layers(4)
+    case = Case(rng, CONFIG, 4, 33, "zipf")
+    weights = layer.shard(case.weights)
+    clean = np.asarray(step(*case.operands, weights)[0], np.float32)
+    x = np.array(case.x, np.float32)
+    x[40, 17] = bad
+    dirty = np.asarray(
+        step(jnp.asarray(x, jnp.bfloat16), *case.operands[1:], weights)[0], np.float32
+    )
+    assert np.isnan(dirty[40]).all()
+    others = np.arange(len(x)) != 40
+    np.testing.assert_array_equal(dirty[others], clean[others])
+
+
+def test_zero_and_tiny_rows(layers, rng):
+    layer, step = layers(2)
+    case = Case(rng, CONFIG, 2, 20)
+    x = np.array(case.x, np.float32)
+    x[0] = 0
+    x[1] *= 2.0**-100  # scales go far below one, relative accuracy stays
+    case.x = jnp.asarray(x, jnp.bfloat16)
+    y = np.asarray(step(*case.operands, layer.shard(case.weights))[0], np.float64)
+    assert (y[0] == 0).all()
+    truth, plain = case.truth()[1], case.reference()[1]
+    if np.linalg.norm(truth) > 0:
+        assert np.linalg.norm(y[1] - truth) <= 2 * np.linalg.norm(plain - truth) + 2.0**-126
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(ROUTINGS),
+    rows=st.integers(1, 4),
+    num_ranks=st.sampled_from([1, 2, 4]),
+)
+def test_random_routings(layers, seed, kind, rows, num_ranks):
+    rng = np.random.default_rng(seed)
+    layer, step = layers(num_ranks)
+    case = Case(rng, CONFIG, num_ranks, 8 * rows, kind)
+    y, _ = step(*case.operands, layer.shard(case.weights))
+    case.check(y)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "intermediate"),
+    [(8, 1, 128, 128), (8, 8, 128, 384), (24, 6, 640, 256), (256, 9, 128, 128)],
+)
+def test_other_shapes(experts, top_k, hidden, intermediate, rng):
+    config = jmm.MegaMoEConfig(experts, top_k, hidden, intermediate, max_tokens_per_rank=24)
+    case = Case(rng, config, 8, 24)
+    with jmm.MegaMoE(config, mesh_of(8)) as layer:
+        case.check(jax.jit(layer)(*case.operands, layer.shard(case.weights)))
+
+
+def test_many_calls_with_fresh_routings(layers, rng):
+    """Counters, epochs and the ring survive many calls whose loads differ."""
+    layer, step = layers(4)
+    case = Case(rng, CONFIG, 4, 96)
+    weights = layer.shard(case.weights)
+    for turn in range(60):
+        kind = ROUTINGS[turn % len(ROUTINGS)]
+        idx, p = routing(rng, 4 * 96, CONFIG.top_k, CONFIG.num_experts, kind, 4)
+        case.topk_idx, case.topk_weights = jnp.asarray(idx), jnp.asarray(p)
+        layer.buffer.poison()
+        y, _ = step(*case.operands, weights)
+        if turn % 12 == 0:
+            case.check(y)
+        assert np.isfinite(np.asarray(y, np.float32)).all()

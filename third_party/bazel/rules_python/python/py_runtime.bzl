@@ -1,0 +1,3 @@
+"""As in defs.bzl."""
+
+py_runtime = native.py_runtime
