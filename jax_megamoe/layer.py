@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -112,7 +113,19 @@ class MegaMoE:
         return self._buffer
 
     def close(self) -> None:
-        """Gives up the symmetric buffers. Programs that call the layer fail from then on."""
+        """Gives up the symmetric buffers. Programs that call the layer fail from then on.
+
+        Waits first for what has been dispatched to the mesh's devices and is still referenced.
+        """
+        if not self._closed:
+            devices = set(self.mesh.devices.flat)
+            for array in jax.live_arrays():
+                if not array.is_deleted() and devices & array.devices():
+                    with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised to its user
+                        array.block_until_ready()
+            self._give_up_buffer()
+
+    def _give_up_buffer(self) -> None:
         if not self._closed:
             self._closed = True
             self._buffer.release()
@@ -124,8 +137,9 @@ class MegaMoE:
         self.close()
 
     def __del__(self):
+        # The collector may run inside a computation that is in flight: it must not wait for it.
         if not getattr(self, "_closed", True):
-            self.close()
+            self._give_up_buffer()
 
     def shard(self, weights: ExpertWeights) -> ExpertWeights:
         """Transforms all E experts' weights to the back end's layout and places E/R on each rank."""

@@ -1,4 +1,4 @@
-"""E4M3, E2M1 and UE8M0: quantise, dequantise, pack, unpack. Jit-able, and exact by construction.
+"""E4M3, E2M1 and UE8M0: quantise, dequantise, pack, unpack. Jitted, and exact by construction.
 
 Everything here works on integer bit patterns, because floating-point units that flush denormals
 and casts that round scales to nearest would both change results without an error. The same rules in
@@ -19,6 +19,8 @@ Non-finite elements never change their neighbours. In E4M3 a NaN or an infinity 
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +128,7 @@ def _round_scaled(bits, sf, *, mantissa_bits, min_exponent, max_code):
     return jnp.where(magnitude == 0, 0, jnp.minimum(code, max_code))
 
 
+@jax.jit
 def quantize_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E4M3 with one UE8M0 scale per 32 elements.
 
@@ -146,6 +149,7 @@ def quantize_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Values of E4M3 codes: ``e4m3(code) * 2^(sf - 127)``.
 
@@ -167,6 +171,7 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     return _scale(value, sf).astype(dtype)
 
 
+@jax.jit
 def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E2M1 with one UE8M0 scale per 32 elements.
 
@@ -189,6 +194,7 @@ def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Values of E2M1 codes: ``e2m1(code) * 2^(sf - 127)``.
 
@@ -215,6 +221,7 @@ def _scale(value, sf):
     return jnp.where(sf == UE8M0_NAN, jnp.nan, value * low * high)
 
 
+@jax.jit
 def pack_e2m1(codes: jax.Array) -> jax.Array:
     """[..., K] codes in [0, 16) -> [..., K/2] uint8; element 2j is the low nibble of byte j."""
     check(
@@ -228,6 +235,7 @@ def pack_e2m1(codes: jax.Array) -> jax.Array:
     return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
 
 
+@jax.jit
 def unpack_e2m1(packed: jax.Array) -> jax.Array:
     """[..., K/2] uint8 -> [..., K] codes in [0, 16); the inverse of `pack_e2m1`."""
     packed = as_bytes(packed)

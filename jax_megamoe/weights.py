@@ -162,6 +162,11 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
         )
     if weights.layout == layout:
         return weights
+    return _convert(weights, layout)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _convert(weights: ExpertWeights, layout: str) -> ExpertWeights:
     return _LAYOUTS[layout][0](_LAYOUTS[weights.layout][1](weights))
 
 

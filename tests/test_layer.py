@@ -202,13 +202,12 @@ def test_zero_and_tiny_rows(layers, rng):
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from(ROUTINGS),
-    rows=st.integers(1, 4),
-    num_ranks=st.sampled_from([1, 2, 4]),
+    num_ranks=st.sampled_from([2, 8]),
 )
-def test_random_routings(layers, seed, kind, rows, num_ranks):
+def test_random_routings(layers, seed, kind, num_ranks):
     rng = np.random.default_rng(seed)
     layer, step = layers(num_ranks)
-    case = Case(rng, CONFIG, num_ranks, 8 * rows, kind)
+    case = Case(rng, CONFIG, num_ranks, 37, kind)
     y, _ = step(*case.operands, layer.shard(case.weights))
     case.check(y)
 

@@ -73,21 +73,21 @@ def run(args: Any) -> int:
     progress("compile the fused layer")
     fused = jax.jit(functools.partial(layer, return_stats=True)).lower(*fused_operands).compile()
     progress("compile the unfused layer")
-    plain = functools.partial(unfused.mega_moe, config=config, mesh=mesh, axis="ep")
-    plain = jax.jit(plain).lower(*plain_operands).compile()
+    unfused_layer = functools.partial(unfused.mega_moe, config=config, mesh=mesh, axis="ep")
+    plain = jax.jit(unfused_layer).lower(*plain_operands).compile()
 
     progress("run each once to warm up")
     y, stats = jax.block_until_ready(fused(*fused_operands))
     y_plain = np.asarray(plain(*plain_operands)).astype(np.float64)
     y_bytes = np.asarray(y).tobytes()
-    fused_ms, plain_ms, same_bits = [], [], True
+    fused_times, plain_times, same_bits = [], [], True
     for step in range(args.steps):
         # Interleaved: whatever else the machine does meets both layers.
         ms, (y_again, _) = shared.timed_ms(fused, *fused_operands)
-        fused_ms.append(ms)
+        fused_times.append(ms)
         same_bits &= np.asarray(y_again).tobytes() == y_bytes
-        plain_ms.append(shared.timed_ms(plain, *plain_operands)[0])
-        progress(f"step {step + 1}: fused {ms:.1f} ms, unfused {plain_ms[-1]:.1f} ms")
+        plain_times.append(shared.timed_ms(plain, *plain_operands)[0])
+        progress(f"step {step + 1}: fused {ms:.1f} ms, unfused {plain_times[-1]:.1f} ms")
 
     progress("compare with the reference and with float64")
     error = _errors(config, tokens, weights, args.devices, {"fused": y, "unfused": y_plain})
@@ -96,7 +96,7 @@ def run(args: Any) -> int:
     layer.close()
     progress("done")
 
-    fused_ms, plain_ms = statistics.median(fused_ms), statistics.median(plain_ms)
+    fused_ms, plain_ms = statistics.median(fused_times), statistics.median(plain_times)
     checks = {
         f"fused error at most {_ERROR_RATIO:g}x the reference's": (
             error["fused"] <= _ERROR_RATIO * error["reference"]

@@ -90,13 +90,13 @@ def run(args: Any) -> int:
             "x".join(map(str, region.shape)),
             region.writer,
             region.reader,
-            region.offset,
-            region.num_bytes,
+            str(region.offset),
+            str(region.num_bytes),
             shared.readable_bytes(region.num_bytes),
         )
         for region in regions
     ]
-    cells.append(("total", "", "", "", "", "", total, shared.readable_bytes(total)))
+    cells.append(("total", "", "", "", "", "", str(total), shared.readable_bytes(total)))
     header = ("region", "dtype", "shape", "writer", "reader", "offset", "bytes", "size")
     print(shared.format_table(cells, header, left=5))
     if args.json is not None:

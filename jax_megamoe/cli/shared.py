@@ -41,11 +41,11 @@ def add_command(commands: Any, name: str, summary: str, details: str, example: s
 
 
 def add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """Shape of a layer on virtual CPU devices: DeepSeek-V4-Flash at a quarter of width and experts."""
+    """Shape of a layer on virtual CPU devices: a quarter of DeepSeek-V4-Flash's each way."""
     option = parser.add_argument
     option("--devices", type=int, default=8, metavar="R", help="virtual CPU devices (default 8)")
-    option("--hidden", type=int, default=1024, metavar="H", help="width of a token (default 1024)")
-    option("--intermediate", type=int, default=512, metavar="I", help="of an expert (default 512)")
+    option("--hidden", type=int, default=1024, metavar="H", help="token width (default 1024)")
+    option("--intermediate", type=int, default=512, metavar="I", help="expert width (default 512)")
     option("--experts", type=int, default=64, metavar="E", help="experts of all ranks (default 64)")
     option("--top-k", type=int, default=6, metavar="K", help="experts per token (default 6)")
     option("--seed", type=int, default=0, help="of weights, tokens and router (default 0)")
