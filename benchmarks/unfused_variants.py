@@ -31,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=6)
     parser.add_argument("--limit", type=float, default=10.0, help="clamp of SwiGLU")
     parser.add_argument("--scale", type=int, default=1, help="divides hidden and intermediate")
+    parser.add_argument("--weights", choices=("bf16", "fp4"), default="bf16", help="fp4: widened")
     parser.add_argument("--transports", nargs="+", help="default: all")
     parser.add_argument("--gemms", nargs="+", help="default: all")
     parser.add_argument("--samples", type=int, default=20, help="timed calls per variant")
@@ -156,7 +157,10 @@ def main():
     print(config)
     print("distance: ||y - y(ragged_dot)|| / ||y(ragged_dot)||. 'mosaic' rounds gate and up to")
     print("BF16, which now and then moves an element to the next E4M3 code.")
+    print(f"weights: {arguments.weights}")
     weights = make_weights(mesh, config, np.random.default_rng(arguments.seed))
+    if arguments.weights == "bf16":
+        weights = jax.jit(unfused.widen_weights)(weights)
     for tokens in arguments.tokens:
         run(mesh, config, weights, tokens, arguments)
 

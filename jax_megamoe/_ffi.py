@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import Any
 
 import jax
 
@@ -26,10 +27,11 @@ _lock = threading.Lock()
 
 @functools.cache
 def _register_cpu() -> None:
-    # XLA wants a handler's types before the handler. JAX keeps that order only for registrations made
-    # after the back end has started, so this runs when a layer is created, not at import.
+    # XLA wants a handler's types before the handler. JAX keeps that order only for registrations
+    # made after the back end has started, so this runs when a layer is created, not at import.
     jax.devices("cpu")
-    jax.ffi.register_ffi_type(_CALL_SITE_TYPE, native.call_site_type(), platform="cpu")
+    call_site: Any = native.call_site_type()
+    jax.ffi.register_ffi_type(_CALL_SITE_TYPE, call_site, platform="cpu")
     jax.ffi.register_ffi_target(CPU_TARGET, native.cpu_handlers(), platform="cpu")
 
 
@@ -42,8 +44,8 @@ def register_cpu() -> None:
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What to pass as ``disabled_checks`` to `jax.export.export` for programs that call the layer.
 
-    JAX exports custom calls only when told that their contract is stable. The target's name carries a
-    version, so a program exported under another contract is refused instead of run.
+    JAX exports custom calls only when told that their contract is stable. The target's name carries
+    a version, so a program exported under another contract is refused instead of run.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(CPU_TARGET)]
 
@@ -53,7 +55,7 @@ def devices_backend(platform: str) -> str:
     if platform == "cpu":
         return "cpu"
     raise MegaMoEError(
-        f"jax_megamoe: mesh devices: got platform {platform!r}; expected 'cpu', the only back end in "
-        "this version (kernels for NVIDIA GPUs are not part of it). Build the mesh from "
+        f"jax_megamoe: mesh devices: got platform {platform!r}; expected 'cpu', the only back end "
+        "in this version (kernels for NVIDIA GPUs are not part of it). Build the mesh from "
         "jax.devices('cpu'), or use jax_megamoe.unfused on these devices."
     )

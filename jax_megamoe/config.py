@@ -126,7 +126,8 @@ class MegaMoEConfig:
             remedy="split the batch into several calls",
         )
         check(
-            self.ring_tokens is None or (isinstance(self.ring_tokens, int) and self.ring_tokens > 0),
+            self.ring_tokens is None
+            or (isinstance(self.ring_tokens, int) and self.ring_tokens > 0),
             "ring_tokens",
             got=repr(self.ring_tokens),
             want="None or a positive int",

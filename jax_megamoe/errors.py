@@ -17,15 +17,15 @@ def check_array(
     array: object, operand: str, shape: tuple[object, ...], dtypes: tuple[str, ...], remedy: str
 ) -> None:
     """Checks an array's shape and dtype; a str in `shape` is a free dimension with that name."""
-    got_shape = getattr(array, "shape", None)
-    got_dtype = getattr(array, "dtype", None)
-    got = type(array).__name__ if got_shape is None else f"{got_dtype}{list(got_shape)}"
+    got_dtype, got_shape = getattr(array, "dtype", None), getattr(array, "shape", None)
     spelled = "[" + ", ".join(str(d) for d in shape) + "]"
     want = f"{' or '.join(dtypes)} {spelled}"
-    check(got_shape is not None, operand, got=got, want=want, remedy=remedy)
-    fits = len(got_shape) == len(shape) and all(  # type: ignore[arg-type]
-        isinstance(want_d, str) or got_d == want_d
-        for got_d, want_d in zip(got_shape, shape, strict=True)  # type: ignore[call-overload]
-    )
-    check(fits, operand, got=got, want=want, remedy=remedy)
-    check(str(got_dtype) in dtypes, operand, got=got, want=want, remedy=remedy)
+    if got_shape is None:
+        got, fits = type(array).__name__, False
+    else:
+        got = f"{got_dtype}{list(got_shape)}"
+        fits = len(got_shape) == len(shape) and all(
+            isinstance(want_d, str) or got_d == want_d
+            for got_d, want_d in zip(got_shape, shape, strict=True)
+        )
+    check(fits and str(got_dtype) in dtypes, operand, got=got, want=want, remedy=remedy)

@@ -54,8 +54,8 @@ class MegaMoE:
 
         y[t] = sum_k W2[e_k] Q( p_k * silu(W1[e_k] Q(x[t])) * (W3[e_k] Q(x[t])) )
 
-    where Q rounds to E4M3 with a UE8M0 scale per 32 elements. Products accumulate in FP32, each slot's
-    row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
+    where Q rounds to E4M3 with a UE8M0 scale per 32 elements. Products accumulate in FP32, each
+    slot's row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
 
     Args:
       config: shapes and limits.
@@ -64,8 +64,8 @@ class MegaMoE:
       token_axes: mesh axes that tokens are sharded over when the layer is called on global arrays;
         default all of them, in the mesh's order. They have to include `axis`.
 
-    The layer owns symmetric buffers, shared with other layers of the same shape on the same mesh and
-    axis. `close` (or leaving a ``with`` block) gives them up; so does garbage collection.
+    The layer owns symmetric buffers, shared with other layers of the same shape on the same mesh
+    and axis. `close` (or leaving a ``with`` block) gives them up; so does garbage collection.
 
     Example:
       >>> mesh = jax.make_mesh((8,), ("ep",))
@@ -98,8 +98,8 @@ class MegaMoE:
             "token_axes",
             got=self.token_axes,
             want=f"axes of the mesh {mesh.axis_names}, {axis!r} among them",
-            remedy="tokens must be sharded over the expert-parallel axis: if every rank held the same "
-            "tokens, each would be computed once per rank",
+            remedy="tokens must be sharded over the expert-parallel axis: if every rank held the "
+            "same tokens, each would be computed once per rank",
         )
         self.num_ranks = mesh.shape[axis]
         self.backend = devices_backend(mesh.devices.flat[0].platform)
@@ -142,7 +142,7 @@ class MegaMoE:
             self._give_up_buffer()
 
     def shard(self, weights: ExpertWeights) -> ExpertWeights:
-        """Transforms all E experts' weights to the back end's layout and places E/R on each rank."""
+        """Transforms all E experts to the back end's layout and places E/R on each rank."""
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
         weights = weights_lib.to_layout(weights, self.backend)
         return jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
@@ -166,8 +166,8 @@ class MegaMoE:
           topk_idx: [N, K] int32 or int64 expert ids; -1 leaves a slot out.
           topk_weights: [N, K] float32, bfloat16 or float16 routing weights.
           weights: from `shard`.
-          num_tokens: [R'] int32, leading rows of each shard that hold tokens; default all. Other rows
-            are ignored, whatever they hold, and come out as zero.
+          num_tokens: [R'] int32, leading rows of each shard that hold tokens; default all. Other
+            rows are ignored, whatever they hold, and come out as zero.
           return_stats: also return `MoEStats`.
 
         Returns:
@@ -175,8 +175,8 @@ class MegaMoE:
 
         Raises:
           MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit.
-          jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of range,
-            the buffers were closed, or (checked=True) an expert id is out of range.
+          jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of
+            range, the buffers were closed, or (checked=True) an expert id is out of range.
         """
         shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
         rows = x[0] if isinstance(x, tuple) else x
@@ -217,8 +217,8 @@ class MegaMoE:
     ) -> Any:
         """One rank's part, for use inside `jax.shard_map` over the layer's mesh.
 
-        Every rank of the axis has to make the call, with tokens or without. Further mesh axes may be
-        in use: each place on them is an expert-parallel group of its own.
+        Every rank of the axis has to make the call, with tokens or without. Further mesh axes may
+        be in use: each place on them is an expert-parallel group of its own.
 
         Args, Returns, Raises: as `__call__`, with this rank's rows only: x [T, H] with T at most
         config.max_tokens_per_rank, weights of E/R experts, num_tokens an int32 scalar (or [1]),
@@ -247,8 +247,11 @@ class _Site(NamedTuple):
 
 @functools.cache
 def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
-    """The jitted shard_map over global arrays. jit matters to callers that do not use it: without it
-    shard_map would compile and dispatch every operation of the gradient on its own."""
+    """The jitted shard_map over global arrays.
+
+    jit matters to callers that do not use it: without it shard_map would compile and dispatch every
+    operation of the gradient on its own.
+    """
 
     def body(x, topk_idx, topk_weights, weights, num_tokens):
         y, stats = _local_call(
@@ -260,12 +263,13 @@ def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_st
         return y, stats._replace(tokens_per_expert=lax.psum(stats.tokens_per_expert, others))
 
     tokens, experts = P(token_axes), P(site.axis)
+    stats_specs: Any = MoEStats._make([experts, tokens, tokens, tokens, tokens])
     return jax.jit(
         jax.shard_map(
             body,
             mesh=mesh,
             in_specs=(tokens, tokens, tokens, experts, tokens),
-            out_specs=(tokens, MoEStats(experts, *4 * (tokens,))) if return_stats else tokens,
+            out_specs=(tokens, stats_specs) if return_stats else tokens,
         )
     )
 
@@ -397,8 +401,8 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
     @call.def_vmap
     def refuse(*_):
         raise NotImplementedError(
-            "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one token axis. Fold "
-            "the batch into it: x.reshape(-1, hidden), with max_tokens_per_rank large enough."
+            "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one token axis. "
+            "Fold the batch into it: x.reshape(-1, hidden), with max_tokens_per_rank large enough."
         )
 
     ep_rank = lax.axis_index(site.axis).reshape(1)

@@ -4,9 +4,9 @@ Everything here works on integer bit patterns, because floating-point units that
 and casts that round scales to nearest would both change results without an error. The same rules in
 C++ are in ``cc/protocol/numerics.h``; a test compares the two bit for bit.
 
-The scale of a block of 32 elements along the last axis is the smallest power of two that keeps every
-element within range (rule "ceil"). With ``A = max |x|`` over the finite elements of the block, E its
-biased FP32 exponent and M its 23 mantissa bits, the stored UE8M0 byte is
+The scale of a block of 32 elements along the last axis is the smallest power of two that keeps
+every element within range (rule "ceil"). With ``A = max |x|`` over the finite elements of the
+block, E its biased FP32 exponent and M its 23 mantissa bits, the stored UE8M0 byte is
 
 * E4M3: ``clamp(E - 8 + (M > 0x600000), 1, 254)``, because 448 = 1.75 * 2^8,
 * E2M1: ``clamp(E - 2 + (M > 0x400000), 1, 254)``, because 6 = 1.5 * 2^2,
@@ -136,7 +136,7 @@ def quantize_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
       x: [..., K] bfloat16, float16 or float32, K a multiple of 32.
 
     Returns:
-      codes: [..., K] uint8, E4M3 bit patterns. ``lax.bitcast_convert_type`` to float8_e4m3fn is free.
+      codes: [..., K] uint8, E4M3 bit patterns; bitcasting them to float8_e4m3fn is free.
       sf: [..., K/32] uint8, UE8M0 bytes in [1, 254].
 
     Raises:

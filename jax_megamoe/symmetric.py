@@ -82,9 +82,9 @@ def _workers_per_rank(num_devices: int) -> int:
 class SymmetricBuffer:
     """The buffers of all ranks of a mesh for one configuration. Get it with `acquire`.
 
-    One buffer serves every layer with the same shape on the same (mesh, axis): `acquire` returns the
-    existing one and counts its users, `release` frees the memory when the last user is gone. On CPU a
-    buffer is ordinary process memory, one region table per virtual device.
+    One buffer serves every layer with the same shape on the same (mesh, axis): `acquire` returns
+    the existing one and counts its users, `release` frees the memory when the last user is gone. On
+    CPU a buffer is ordinary process memory, one region table per virtual device.
 
     Attributes:
       key: stable name of (shape, mesh, axis). Programs carry it instead of an address.

@@ -19,10 +19,12 @@ slot order. What differs is where buffers are padded and who communicates how:
   dtype of its operands, so gate and up take one more rounding to BF16 than the contract has. It
   walks the padding of the receive buffer, not only the rows.
 
-Weights are widened to BF16 before the products, as are E4M3 activations. That is exact: four
-significant bits at most, except where the scale drives a value below 2^-126 (it may be flushed to
-zero) or above BF16's range (it becomes an infinity), which no finite weight quantised by this
-library does.
+Products take BF16 operands. `widen_weights` makes BF16 weights once, which is what the baseline is
+measured with: four times the memory of FP4, but nothing is widened inside the step. FP4 weights are
+accepted as well and widened in every call (gradients do that). E4M3 activations and E2M1 weights
+are exact in BF16: four significant bits at most, except where the scale drives a value below 2^-126
+(it may be flushed to zero) or above BF16's range (it becomes an infinity), which no finite weight
+quantised by this library does.
 
 Names: R ranks, E experts, K = top_k, T tokens per rank, H hidden, I intermediate, P rows of a pool.
 """
@@ -50,6 +52,32 @@ GEMMS = ("blocked", "ragged_dot", "mosaic")
 _MOSAIC_ROWS = 128
 
 _FLOATS = ("float32", "bfloat16", "float16")
+
+
+class WideWeights(NamedTuple):
+    """BF16 expert weights: gate and up [E, I, H], down [E, H, I]."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+
+
+def widen_weights(weights: ExpertWeights) -> WideWeights:
+    """FP4 weights of any layout as BF16 ones, for `local` and `mega_moe`."""
+    return WideWeights(*dequantize_weights(weights, jnp.bfloat16))
+
+
+def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int) -> WideWeights:
+    if not isinstance(weights, WideWeights):
+        check_weights(weights, config, num_experts)
+        return widen_weights(weights)
+    hidden, intermediate = config.hidden, config.intermediate
+    rows = {"gate": intermediate, "up": intermediate, "down": hidden}
+    for name, out in rows.items():
+        shape = (num_experts, out, intermediate if name == "down" else hidden)
+        remedy = "build them with jax_megamoe.unfused.widen_weights"
+        check_array(getattr(weights, name), f"weights.{name}", shape, ("bfloat16",), remedy)
+    return weights
 
 
 class Pool(NamedTuple):
@@ -502,7 +530,7 @@ def local(
     x: jax.Array | tuple[jax.Array, jax.Array],
     topk_idx: jax.Array,
     topk_weights: jax.Array,
-    weights: ExpertWeights,
+    weights: ExpertWeights | WideWeights,
     config: MegaMoEConfig,
     *,
     axis: str | tuple[str, ...],
@@ -520,7 +548,7 @@ def local(
         float8_e8m0fnu).
       topk_idx: [T, K] int32 or int64. A slot with an id outside [0, E), such as -1, is dropped.
       topk_weights: [T, K] float32, bfloat16 or float16; converted to float32.
-      weights: this rank's E/R experts, any layout.
+      weights: this rank's E/R experts: `WideWeights`, or FP4 weights in any layout.
       config: shapes and activation.
       axis: mesh axis, or axes, of expert parallelism; of size R.
       num_tokens: scalar (or [1]) integer or None: tokens at or beyond it are ignored, their rows of
@@ -538,10 +566,10 @@ def local(
       MegaMoEError: shapes or dtypes that do not agree, or a transport or gemm that cannot run here.
     """
     num_ranks = lax.axis_size(axis)
-    check_weights(weights, config, config.local_experts(num_ranks))
+    wide = _wide_weights(weights, config, config.local_experts(num_ranks))
     transport, gemm = choose(transport, gemm, differentiable)
     straight_through = differentiable and not isinstance(x, tuple)
-    if straight_through:
+    if differentiable and not isinstance(x, tuple):
         check_array(x, "x", ("T", config.hidden), ("bfloat16",), "cast activations to bfloat16")
         tokens = x.shape[0]
     else:
@@ -561,7 +589,6 @@ def local(
 
     tile = _block_rows(gemm, tokens, config, num_ranks)
     topk_weights = topk_weights.astype(jnp.float32)
-    w_gate, w_up, w_down = dequantize_weights(weights, jnp.bfloat16)
     pool = dispatch(
         rows,
         topk_idx,
@@ -572,9 +599,9 @@ def local(
         num_tokens=num_tokens,
         block_rows=tile if gemm == "blocked" else 1,
     )
-    gate_up = linear1(pool, w_gate, w_up, gemm=gemm, block_rows=tile)
+    gate_up = linear1(pool, wide.gate, wide.up, gemm=gemm, block_rows=tile)
     acts = swiglu(gate_up, pool.topk_weights, config.activation)
-    returned = linear2(acts, pool, w_down, gemm=gemm, block_rows=tile)
+    returned = linear2(acts, pool, wide.down, gemm=gemm, block_rows=tile)
     return combine(returned, pool, config, axis=axis, transport=transport)
 
 
@@ -582,7 +609,7 @@ def mega_moe(
     x: jax.Array | tuple[jax.Array, jax.Array],
     topk_idx: jax.Array,
     topk_weights: jax.Array,
-    weights: ExpertWeights,
+    weights: ExpertWeights | WideWeights,
     config: MegaMoEConfig,
     mesh: Mesh,
     axis: str | tuple[str, ...],
@@ -602,7 +629,7 @@ def mega_moe(
       x: [R * T, H] bfloat16, or a pair (see `local`).
       topk_idx: [R * T, K] int32 or int64.
       topk_weights: [R * T, K] float.
-      weights: all E experts, any layout.
+      weights: all E experts: `WideWeights`, or FP4 weights in any layout.
       config: shapes and activation.
       mesh: the device mesh.
       axis: its axis, or axes, of expert parallelism.

@@ -12,8 +12,8 @@ import jaxlib
 from jax_megamoe.errors import check
 
 # jaxlib before 0.12 admits 32 programs per CPU device in flight and lets further dispatches block
-# threads of the pool that has to run the first 32. With twice as many threads as devices the blocked
-# dispatches leave one thread per device free, and un-awaited steps no longer hang.
+# threads of the pool that has to run the first 32. With twice as many threads as devices the
+# blocked dispatches leave one thread per device free, and un-awaited steps no longer hang.
 _NEEDS_THREADS = tuple(int(p) for p in jaxlib.__version__.split(".")[:2]) < (0, 12)
 _MAX_IN_FLIGHT = 32
 
@@ -37,9 +37,9 @@ def _reserve_threads(num_devices: int) -> None:
 def use_virtual_cpu_devices(num_devices: int) -> None:
     """Makes JAX's CPU back end show `num_devices` devices. Call it before JAX is first used.
 
-    It sets ``jax_num_cpu_devices`` and, for jaxlib before 0.12, the environment variable PJRT_NPROC,
-    without which a program over several CPU devices hangs once more than 32 calls of it have been
-    dispatched without waiting for a result (a plain ``lax.psum`` does so too).
+    It sets ``jax_num_cpu_devices`` and, for jaxlib before 0.12, the environment variable
+    PJRT_NPROC, without which a program over several CPU devices hangs once more than 32 calls of it
+    have been dispatched without waiting for a result (a plain ``lax.psum`` does so too).
 
     Raises:
       MegaMoEError: not a positive number.
@@ -70,8 +70,8 @@ def warn_if_short_of_threads(num_devices: int) -> None:
     if _NEEDS_THREADS and num_devices > 1 and threads < _threads_for(num_devices):
         warnings.warn(
             f"jax_megamoe: jaxlib {jaxlib.__version__} runs {num_devices} virtual CPU devices on "
-            f"{threads} host threads and hangs when more than {_MAX_IN_FLIGHT} steps are dispatched "
-            f"without waiting. Call jax_megamoe.use_virtual_cpu_devices({num_devices}) before JAX "
-            f"starts, set PJRT_NPROC={_threads_for(num_devices)}, or use jaxlib 0.12 or newer.",
+            f"{threads} host threads and hangs when more than {_MAX_IN_FLIGHT} steps are "
+            f"dispatched without waiting. Call "
+            f"jax_megamoe.use_virtual_cpu_devices({num_devices}) before JAX starts, set PJRT_NPROC={_threads_for(num_devices)}, or use jaxlib 0.12 or newer.",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
 """Expert weights: one canonical layout, one layout per back end, an exact inverse for each.
 
-Canonical is what checkpoints hold: K (the contracted axis) is contiguous and packed two E2M1 codes a
-byte, linear 1's rows are all gate rows, then all up rows. A back end's layout is a permutation of the
-same bytes, so `to_layout` loses nothing and ``to_layout(w, "canonical")`` undoes it.
+Canonical is what checkpoints hold: K (the contracted axis) is contiguous and packed two E2M1 codes
+a byte, linear 1's rows are all gate rows, then all up rows. A back end's layout is a permutation of
+the same bytes, so `to_layout` loses nothing and ``to_layout(w, "canonical")`` undoes it.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def quantize_weights(w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> E
       `ExpertWeights` in canonical layout. See `quantize.quantize_e2m1` for the rounding.
 
     Raises:
-      MegaMoEError: shapes that do not agree, an unsupported dtype, or (outside jit) a weight that is
-        not finite, which E2M1 cannot represent.
+      MegaMoEError: shapes that do not agree, an unsupported dtype, or (outside jit) a weight that
+        is not finite, which E2M1 cannot represent.
     """
     floats = ("float32", "bfloat16", "float16")
     remedy = "weights are [experts, out, in]; transpose [in, out] matrices first"
@@ -131,15 +131,23 @@ def _from_panels(panels):
 
 
 def _canonical_to_cpu(w: ExpertWeights) -> ExpertWeights:
-    linear1 = [_to_panels(interleave_gate_up(a)) for a in (w.w13, w.w13_sf)]
-    linear2 = [_to_panels(a) for a in (w.w2, w.w2_sf)]
-    return ExpertWeights(*linear1, *linear2, layout="cpu")
+    return ExpertWeights(
+        w13=_to_panels(interleave_gate_up(w.w13)),
+        w13_sf=_to_panels(interleave_gate_up(w.w13_sf)),
+        w2=_to_panels(w.w2),
+        w2_sf=_to_panels(w.w2_sf),
+        layout="cpu",
+    )
 
 
 def _cpu_to_canonical(w: ExpertWeights) -> ExpertWeights:
-    linear1 = [deinterleave_gate_up(_from_panels(a)) for a in (w.w13, w.w13_sf)]
-    linear2 = [_from_panels(a) for a in (w.w2, w.w2_sf)]
-    return ExpertWeights(*linear1, *linear2, layout="canonical")
+    return ExpertWeights(
+        w13=deinterleave_gate_up(_from_panels(w.w13)),
+        w13_sf=deinterleave_gate_up(_from_panels(w.w13_sf)),
+        w2=_from_panels(w.w2),
+        w2_sf=_from_panels(w.w2_sf),
+        layout="canonical",
+    )
 
 
 # layout -> (from canonical, to canonical). A back end adds one row here and its shapes below.

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from generators import dense_weights, routing, tokens
 
 import jax_megamoe as jmm
+from generators import dense_weights, routing, tokens
 
 
 @functools.cache

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from moe_case import Case, experts, mesh_of
 
 import jax_megamoe as jmm
+from moe_case import Case, experts, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=8, top_k=2, hidden=128, intermediate=128, max_tokens_per_rank=8, timeout_s=60.0
@@ -119,14 +119,14 @@ def test_weights_in_canonical_layout(layer, good):
 def test_weights_of_another_config(layer, good):
     with pytest.raises(jmm.MegaMoEError, match=r"weights\.w13.*\[16, 256, 64\].*\[8, 256, 64\]"):
         layer.shard(experts(16, 128, 128))
-    with pytest.raises(jmm.MegaMoEError, match="weights: got dict; expected .*ExpertWeights"):
+    with pytest.raises(jmm.MegaMoEError, match=r"weights: got dict; expected .*ExpertWeights"):
         layer(good["x"], good["topk_idx"], good["topk_weights"], {"w13": 1})
 
 
 def test_mesh_mistakes():
     with pytest.raises(jmm.MegaMoEError, match=r"axis: got 'expert'; expected .*\('ep',\)"):
         jmm.MegaMoE(CONFIG, mesh_of(4), axis="expert")
-    with pytest.raises(jmm.MegaMoEError, match="mesh: got list; expected a jax.sharding.Mesh"):
+    with pytest.raises(jmm.MegaMoEError, match=r"mesh: got list; expected a jax\.sharding\.Mesh"):
         jmm.MegaMoE(CONFIG, [1, 2])
     with pytest.raises(jmm.MegaMoEError, match="num_experts: got 6 on 4 ranks"):
         jmm.MegaMoE(dataclasses.replace(CONFIG, num_experts=6), mesh_of(4))

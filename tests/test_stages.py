@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from moe_case import Case, mesh_of
 
 import jax_megamoe as jmm
 from jax_megamoe import quantize, reference
 from jax_megamoe._ffi import native
+from moe_case import Case, mesh_of
 
 RANKS, TOKENS = 4, 45
 CONFIG = jmm.MegaMoEConfig(
@@ -125,7 +125,7 @@ def sf_of(amax):
 
 
 def e4m3(codes):
-    return native.protocol.e4m3_to_float(np.ascontiguousarray(codes)).astype(np.float64)
+    return native.e4m3_to_float(np.ascontiguousarray(codes)).astype(np.float64)
 
 
 def e4m3_round(values):
@@ -155,7 +155,7 @@ def test_pushed_rows_meet_the_error_rule(run):
             slot = int(dispatched.source_slot[rank][row])
             token, k = divmod(slot, CONFIG.top_k)
             got = pushed[int(dispatched.source_rank[rank][row])][k, token]
-            got = native.protocol.bf16_to_float(np.ascontiguousarray(got)).astype(np.float64)
+            got = native.bf16_to_float(np.ascontiguousarray(got)).astype(np.float64)
             error += ((got - exact) ** 2).sum()
             plain_error += ((plain - exact) ** 2).sum()
     assert 0 < np.sqrt(error) <= 2 * np.sqrt(plain_error)
@@ -166,12 +166,12 @@ def test_combine_is_bit_exact(run):
     idx = np.asarray(case.by_rank(case.topk_idx))
     for rank in range(RANKS):
         rows = buffer.read("combine", rank)
-        rows = native.protocol.bf16_to_float(rows.reshape(-1)).reshape(rows.shape)
+        rows = native.bf16_to_float(rows.reshape(-1)).reshape(rows.shape)
         total = np.zeros((TOKENS, CONFIG.hidden), np.float32)
         for k in range(CONFIG.top_k):
             routed = idx[rank, :, k] >= 0
             total[routed] += rows[k, :TOKENS][routed]
-        want = native.protocol.float_to_bf16(total.reshape(-1))
+        want = native.float_to_bf16(total.reshape(-1))
         got = y[rank * TOKENS : (rank + 1) * TOKENS].view(np.uint16).reshape(-1)
         np.testing.assert_array_equal(got, want)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 
-import generators
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import generators
 from jax_megamoe import quantize, reference, unfused, weights
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import MegaMoEError
@@ -403,3 +403,14 @@ def test_mosaic_lowers_for_cuda(check_vma, monkeypatch):
     run = layer(2, gemm="mosaic", check_vma=check_vma)
     lowered = run.trace(*inputs(), quantized).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 2
+
+
+def test_wide_weights_give_the_same_bits_and_are_checked():
+    quantized, _ = expert_weights()
+    mesh = jax.make_mesh((2,), ("ep",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    step = jax.jit(lambda x, i, p, w: unfused.mega_moe(x, i, p, w, CONFIG, mesh, "ep"))
+    wide = jax.jit(unfused.widen_weights)(quantized)
+    got, want = (np.asarray(step(*inputs(), w), np.float32) for w in (wide, quantized))
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(MegaMoEError, match=r"weights\.down: got .*widen_weights"):
+        step(*inputs(), wide._replace(down=wide.gate))

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generators import ROUTINGS
-from moe_case import Case
 
 import jax_megamoe as jmm
+from generators import ROUTINGS
 from jax_megamoe import reference, unfused
+from moe_case import Case
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=16,

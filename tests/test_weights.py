@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import generators
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import generators
 from jax_megamoe import quantize, weights
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError

@@ -191,7 +191,7 @@ OutArray<float> swiglu_array(const Array<float>& gate, const Array<float>& up,
   return result;
 }
 
-void bind_protocol(nb::module_ m) {
+void bind_protocol(nb::module_& m) {
   m.def("source_rows", &source_rows, "counts"_a,
         "(rank, index) of every row of an expert, in pool order, from the ranks' row counts.");
   m.def("visit_blocks", &visit_blocks, "shape"_a, "rows_of_expert"_a, "worker"_a, "num_workers"_a,
@@ -299,5 +299,5 @@ NB_MODULE(_native, m) {
   m.def("read_region", &read_region, "key"_a, "group"_a, "rank"_a, "region"_a,
         "A copy of one region's bytes.");
 
-  bind_protocol(m.def_submodule("protocol", "The protocol's pure functions, for tests."));
+  bind_protocol(m);
 }

@@ -5,18 +5,18 @@
 #pragma once
 
 #if defined(__CUDACC_RTC__)
-#include <cuda/std/cstdint>
-using cuda::std::int32_t;
-using cuda::std::int64_t;
-using cuda::std::uint16_t;
-using cuda::std::uint32_t;
-using cuda::std::uint64_t;
-using cuda::std::uint8_t;
+// NVRTC comes without a C++ library; its platforms all have these sizes.
+using int32_t = int;
+using int64_t = long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
 #else
 #include <cstdint>
 #endif
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#if defined(__CUDACC__)
 #define JMM_HD __host__ __device__ __forceinline__
 #else
 #define JMM_HD inline

@@ -68,7 +68,8 @@ def run(args: Any) -> int:
     by_rank = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
     operands = jax.device_put(tokens, by_rank)
     fused_operands = (*operands, layer.shard(weights))
-    plain_operands = (*operands, jax.device_put(weights, by_rank))
+    wide = jax.jit(unfused.widen_weights)(jax.device_put(weights, by_rank))
+    plain_operands = (*operands, wide)
 
     progress("compile the fused layer")
     fused = jax.jit(functools.partial(layer, return_stats=True)).lower(*fused_operands).compile()

@@ -1,0 +1,128 @@
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+FFI_API_VERSION: tuple = (0, 3)
+
+CPU_BLOCK_M: int = 64
+
+NUM_STATUS_WORDS: int = 4
+
+def cpu_handlers() -> dict:
+    """
+    Stage name -> capsule, for jax.ffi.register_ffi_target(platform='cpu').
+    """
+
+def call_site_type() -> dict:
+    """
+    For jax.ffi.register_ffi_type; it must be registered before the handlers.
+    """
+
+class MoeShape:
+    """Sizes of one layer on R ranks; see cc/protocol/shape.h."""
+
+    @staticmethod
+    def make(num_ranks: int, num_experts: int, top_k: int, hidden: int, intermediate: int, max_tokens: int, ring_tokens: int = 0, block_m: int = 64) -> MoeShape:
+        """
+        ring_tokens = 0 picks the default. Raises ValueError for an invalid shape.
+        """
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def hidden(self) -> int: ...
+
+    @property
+    def intermediate(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def block_m(self) -> int: ...
+
+    @property
+    def ring_blocks(self) -> int: ...
+
+    @property
+    def max_pool_blocks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+def workspace_regions(shape: MoeShape) -> list:
+    """The symmetric buffer's regions in order, without allocating anything."""
+
+def create_buffer(key: str, shape: MoeShape, groups: Sequence[Sequence[int]], workers_per_rank: int) -> None:
+    """
+    Allocates one buffer per rank; groups[g][r] is the device ordinal of rank r of group g.
+    """
+
+def release_buffer(key: str) -> None:
+    """
+    Frees a buffer; waits for a running call and fails calls that have not started.
+    """
+
+def buffer_keys() -> list[str]: ...
+
+def poison_buffer(key: str) -> None:
+    """
+    Fills every data region with 0xFF bytes; a correct call does not notice.
+    """
+
+def arm_fault(key: str, group: int, region: str, rank: int) -> None:
+    """The next signal that `rank` sends to a counter of `region` is lost."""
+
+def read_region(key: str, group: int, rank: int, region: str) -> bytes:
+    """A copy of one region's bytes."""
+
+def source_rows(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """
+    (rank, index) of every row of an expert, in pool order, from the ranks' row counts.
+    """
+
+def visit_blocks(shape: MoeShape, rows_of_expert: Sequence[int], worker: int, num_workers: int) -> list[tuple[int, int, int, int, int, int]]:
+    """
+    (phase, expert, m_block, n_block, pool_block, valid_m) of every block of a worker.
+    """
+
+def ring_targets(shape: MoeShape, pool_block: int) -> tuple[int, int, int, int, int, int]:
+    """
+    (slot, lap, l1_arrival, l1_empty, l2_arrival, l2_empty targets) of a pool block.
+    """
+
+def l1_arrival_increment(shape: MoeShape, row_in_block: int, valid_rows: int) -> int: ...
+
+def quantize_e4m3(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple:
+    """(codes, sf) of float32 values in groups of 32."""
+
+def quantize_e2m1(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> tuple:
+    """(codes, sf) of float32 values in groups of 32, one code a byte."""
+
+def sf_e4m3(amax_bits: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+
+def sf_e2m1(amax_bits: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+
+def e4m3_to_float(codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+
+def e2m1_doubled(codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int32], dict(shape=(None,))]: ...
+
+def ue8m0_to_float(bytes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+
+def bf16_to_float(bits: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+
+def fp16_to_float(bits: Annotated[NDArray[numpy.uint16], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+
+def float_to_bf16(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
+
+def swiglu(gate: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], up: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], limit: float) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
