@@ -1,24 +1,28 @@
 """jax_megamoe: an expert-parallel mixture-of-experts layer for JAX, FP8 x FP4, in one call."""
 
+import pkgutil
+
+# In a checkout the working directory comes before the installed package, and only the latter has
+# the native module: look there as well, so that `python -m jax_megamoe` works from a checkout too.
+__path__ = pkgutil.extend_path(__path__, __name__)
+
 from jax_megamoe.virtual_devices import reserve_threads_at_import as _reserve_threads
 
 _reserve_threads()  # before anything starts JAX's CPU back end
 
-from jax_megamoe import quantize, reference, unfused  # noqa: E402
-from jax_megamoe._ffi import export_checks  # noqa: E402
-from jax_megamoe.config import Activation, MegaMoEConfig, swiglu  # noqa: E402
-from jax_megamoe.errors import MegaMoEError  # noqa: E402
-from jax_megamoe.layer import MegaMoE, MoEStats  # noqa: E402
-from jax_megamoe.symmetric import SymmetricBuffer, buffer_bytes, buffer_regions  # noqa: E402
-from jax_megamoe.virtual_devices import use_virtual_cpu_devices  # noqa: E402
-from jax_megamoe.weights import (  # noqa: E402
+from jax_megamoe import quantize, reference, unfused
+from jax_megamoe._ffi import __version__, export_checks
+from jax_megamoe.config import Activation, MegaMoEConfig, swiglu
+from jax_megamoe.errors import MegaMoEError
+from jax_megamoe.layer import MegaMoE, MoEStats
+from jax_megamoe.symmetric import SymmetricBuffer, buffer_bytes, buffer_regions
+from jax_megamoe.virtual_devices import use_virtual_cpu_devices
+from jax_megamoe.weights import (
     ExpertWeights,
     dequantize_weights,
     quantize_weights,
     to_layout,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Activation",
@@ -28,6 +32,7 @@ __all__ = [
     "MegaMoEError",
     "MoEStats",
     "SymmetricBuffer",
+    "__version__",
     "buffer_bytes",
     "buffer_regions",
     "dequantize_weights",

@@ -18,7 +18,9 @@ except ImportError as error:  # an editable tree without a build, or a wheel for
         f"({error}). Install the package with `pip install .`; a C++20 compiler is all it needs."
     ) from error
 
-#: The version is part of the name: a cached program must not meet handlers of another contract.
+__version__ = native.VERSION
+
+#: With the contract's version: a cached program must not meet handlers of another contract.
 CPU_TARGET = "jax_megamoe.mega_moe.v1"
 _CALL_SITE_TYPE = "jax_megamoe.call_site.v1"
 

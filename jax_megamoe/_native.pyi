@@ -5,6 +5,8 @@ import numpy
 from numpy.typing import NDArray
 
 
+VERSION: str = '0.1.0'
+
 FFI_API_VERSION: tuple = (0, 3)
 
 CPU_BLOCK_M: int = 64

@@ -144,8 +144,11 @@ class MegaMoE:
     def shard(self, weights: ExpertWeights) -> ExpertWeights:
         """Transforms all E experts to the back end's layout and places E/R on each rank."""
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
-        weights = weights_lib.to_layout(weights, self.backend)
-        return jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        # Placed first, so that every device permutes its own experts only.
+        convert = functools.partial(weights_lib.to_layout, layout=self.backend)
+        spec = P(self.axis)
+        return jax.shard_map(convert, mesh=self.mesh, in_specs=spec, out_specs=spec)(weights)
 
     def __call__(
         self,
@@ -282,7 +285,16 @@ def _local_call(
         site, x, topk_idx, topk_weights, weights, num_tokens
     )
     operands = (x, topk_idx, topk_weights, num_tokens, weights)
-    operands = _vary(operands, _varying_axes(operands) | {site.axis})
+    varying = _varying_axes(operands)
+    check(
+        site.num_ranks == 1 or not varying or site.axis in _varying_axes(x),
+        "x",
+        got=f"the same tokens on every rank of axis {site.axis!r}",
+        want="every rank's own tokens",
+        remedy=f"shard x over {site.axis!r} in in_specs; replicated tokens would be computed once "
+        "per rank",
+    )
+    operands = _vary(operands, varying | {site.axis})
     y, received, status = _differentiable_call(site)(*operands)
     if not return_stats:
         return y

@@ -71,7 +71,8 @@ def warn_if_short_of_threads(num_devices: int) -> None:
         warnings.warn(
             f"jax_megamoe: jaxlib {jaxlib.__version__} runs {num_devices} virtual CPU devices on "
             f"{threads} host threads and hangs when more than {_MAX_IN_FLIGHT} steps are "
-            f"dispatched without waiting. Call "
-            f"jax_megamoe.use_virtual_cpu_devices({num_devices}) before JAX starts, set PJRT_NPROC={_threads_for(num_devices)}, or use jaxlib 0.12 or newer.",
+            "dispatched without waiting. Call "
+            f"jax_megamoe.use_virtual_cpu_devices({num_devices}) before JAX starts, set "
+            f"PJRT_NPROC={_threads_for(num_devices)}, or use jaxlib 0.12 or newer.",
             stacklevel=3,
         )

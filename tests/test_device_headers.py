@@ -1,4 +1,4 @@
-"""cc/protocol compiles as CUDA device code for both GPU architectures, without a GPU or a toolkit."""
+"""cc/protocol compiles as CUDA device code for both GPU architectures, without a GPU."""
 
 import ctypes
 import pathlib

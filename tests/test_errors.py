@@ -144,6 +144,18 @@ def test_local_outside_shard_map(layer, good):
         layer.local(good["x"][:8], good["topk_idx"][:8], good["topk_weights"][:8], good["weights"])
 
 
+def test_tokens_replicated_over_the_ranks(layer, good):
+    step = jax.shard_map(
+        lambda x, i, p, w: layer.local(x, i, p, w),
+        mesh=layer.mesh,
+        in_specs=(P(), P(), P(), P("ep")),
+        out_specs=P("ep"),
+    )
+    operands = [good[name][:8] for name in ("x", "topk_idx", "topk_weights")]
+    with pytest.raises(jmm.MegaMoEError, match=r"x: got the same tokens on every rank.*shard x"):
+        jax.jit(step)(*operands, good["weights"])
+
+
 def test_local_on_a_mesh_of_another_size(layer, good):
     step = jax.shard_map(
         lambda x, i, p, w: layer.local(x, i, p, w),

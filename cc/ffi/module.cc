@@ -20,6 +20,7 @@
 #include "protocol/numerics.h"
 #include "protocol/scheduler.h"
 #include "protocol/workspace.h"
+#include "version.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -246,6 +247,7 @@ NB_MODULE(_native, m) {
   using ffi_api::CallSite;
   static auto call_site_info = ::xla::ffi::MakeTypeInfo<CallSite>();
 
+  m.attr("VERSION") = JAX_MEGAMOE_VERSION;
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("CPU_BLOCK_M") = cpu::kBlockM;
   m.attr("NUM_STATUS_WORDS") = static_cast<uint32_t>(cpu::kNumStatusWords);
