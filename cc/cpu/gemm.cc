@@ -114,16 +114,12 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) void multiply_
 }
 #endif
 
-MultiplyFn pick_multiply() {
+MultiplyFn multiply_for(Isa isa) {
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq")) {
-    return multiply_avx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return multiply_avx2;
+  if (isa == Isa::kAvx512) return multiply_avx512;
+  if (isa == Isa::kAvx2) return multiply_avx2;
 #endif
-  return multiply_portable;
+  return isa == Isa::kPortable ? multiply_portable : nullptr;
 }
 
 struct E4m3Table {
@@ -136,6 +132,25 @@ struct E4m3Table {
 };
 
 }  // namespace
+
+bool supports(Isa isa) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (isa == Isa::kAvx512) {
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+  }
+  if (isa == Isa::kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return isa == Isa::kPortable;
+}
+
+Isa best_isa() {
+  static const Isa best = supports(Isa::kAvx512) ? Isa::kAvx512
+                          : supports(Isa::kAvx2) ? Isa::kAvx2
+                                                 : Isa::kPortable;
+  return best;
+}
 
 void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k,
                 float* out) {
@@ -151,10 +166,9 @@ void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint
 
 void multiply_panels(const float* rows, uint32_t num_rows, uint32_t k, const uint8_t* panels,
                      const uint8_t* panels_sf, uint32_t num_panels, float* out,
-                     std::vector<float>& scratch) {
-  static const MultiplyFn multiply = pick_multiply();
+                     std::vector<float>& scratch, Isa isa) {
   scratch.resize(kChunk * kPanel);
-  multiply(rows, num_rows, k, panels, panels_sf, num_panels, out, scratch.data());
+  multiply_for(isa)(rows, num_rows, k, panels, panels_sf, num_panels, out, scratch.data());
 }
 
 }  // namespace jax_megamoe::cpu
