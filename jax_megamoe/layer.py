@@ -349,9 +349,7 @@ def _check_local(site: _Site, x, topk_idx, topk_weights, weights, num_tokens):
         want=f"{site.backend!r}, the layout of this back end",
         remedy="call layer.shard(weights) once, outside the step",
     )
-    if num_tokens is None:
-        num_tokens = jnp.full((1,), rows, jnp.int32)
-    else:
+    if num_tokens is not None:
         num_tokens = jnp.asarray(num_tokens)
         check(
             num_tokens.size == 1 and num_tokens.dtype == jnp.int32,
@@ -388,7 +386,12 @@ def _vary(tree: Any, axes: set[str]) -> Any:
 
 def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
     """The custom call of one rank -> (y, received, status)."""
-    codes, sf = x if isinstance(x, tuple) else (x, jnp.zeros((0, 0), jnp.uint8))
+    # Operands without elements say "BF16 x" and "all rows". They are cut out of x, because constants
+    # would be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs;
+    # the compiler of jaxlib 0.11.2 crashes on that.
+    codes, sf = x if isinstance(x, tuple) else (x, x[:0, :0].astype(jnp.uint8))
+    if num_tokens is None:
+        num_tokens = codes[:0, 0].astype(jnp.int32)
     config = site.config
     local_experts = config.local_experts(site.num_ranks)
     results = (
@@ -426,7 +429,8 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
 def _differentiable_call(site: _Site):
     """`_ffi_call` with a gradient for x and topk_weights, through the unfused layer.
 
-    Operands: (x, topk_idx, topk_weights, num_tokens, weights), all varying over the same mesh axes.
+    Operands: (x, topk_idx, topk_weights, num_tokens or None, weights), all varying over the same
+    mesh axes.
     """
 
     @jax.custom_vjp
@@ -447,7 +451,7 @@ def _differentiable_call(site: _Site):
                 weights,
                 site.config,
                 axis=site.axis,
-                num_tokens=num_tokens[0],
+                num_tokens=num_tokens,
                 differentiable=True,
             )
 

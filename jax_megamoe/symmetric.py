@@ -93,7 +93,8 @@ class SymmetricBuffer:
       num_bytes: bytes per rank.
     """
 
-    _lock = threading.Lock()
+    # Reentrant: the collector may close a layer while this thread opens another one.
+    _lock = threading.RLock()
     _open: dict[str, SymmetricBuffer] = {}  # noqa: RUF012
 
     def __init__(self, key: str, shape: native.MoeShape, groups: list[list[int]]):

@@ -151,7 +151,8 @@ CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s
   CallResult result;
   for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
     // A refused rank still takes part, with no tokens, so that its peers' calls end.
-    const int64_t tokens = *args[rank].num_tokens;
+    const int64_t tokens =
+        args[rank].num_tokens == nullptr ? int64_t{args[rank].num_rows} : *args[rank].num_tokens;
     const bool valid = tokens >= 0 && tokens <= int64_t{args[rank].num_rows};
     num_tokens_[rank] = valid ? static_cast<uint32_t>(tokens) : 0;
     if (!valid && result.refusal.empty()) {

@@ -34,7 +34,7 @@ struct CallArgs {
   const void* topk_idx = nullptr;  // [num_rows, top_k] i32 or i64
   bool topk_idx_is_64bit = false;
   const float* topk_weights = nullptr;  // [num_rows, top_k]
-  const int32_t* num_tokens = nullptr;  // [1], rows that hold tokens
+  const int32_t* num_tokens = nullptr;  // [1], rows that hold tokens; null: all
   uint32_t num_rows = 0;                // rows of the operands
   const uint8_t* w13 = nullptr;     // [E/R, 2I/16, H/2, 16] e2m1 pairs, gate/up interleaved by 8
   const uint8_t* w13_sf = nullptr;  // [E/R, 2I/16, H/32, 16] ue8m0

@@ -121,7 +121,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
            check_buffer("x_sf", x_sf, u8, sf_dims),
            check_buffer("topk_idx", topk_idx, idx_type, {rows, k}),
            check_buffer("topk_weights", topk_weights, ffi::DataType::F32, {rows, k}),
-           check_buffer("num_tokens", num_tokens, s32, {1}),
+           check_buffer("num_tokens", num_tokens, s32, {num_tokens.element_count() == 0 ? 0 : 1}),
            check_buffer("ep_rank", ep_rank, s32, {1}),
            check_buffer("w13", w13, u8, {e, 2 * i / panel, h / 2, panel}),
            check_buffer("w13_sf", w13_sf, u8, {e, 2 * i / panel, h / group, panel}),
@@ -153,7 +153,9 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
   args.topk_idx = topk_idx.untyped_data();
   args.topk_idx_is_64bit = idx_type == ffi::DataType::S64;
   args.topk_weights = static_cast<const float*>(topk_weights.untyped_data());
-  args.num_tokens = static_cast<const int32_t*>(num_tokens.untyped_data());
+  if (num_tokens.element_count() != 0) {
+    args.num_tokens = static_cast<const int32_t*>(num_tokens.untyped_data());
+  }
   args.num_rows = static_cast<uint32_t>(rows);
   args.w13 = static_cast<const uint8_t*>(w13.untyped_data());
   args.w13_sf = static_cast<const uint8_t*>(w13_sf.untyped_data());
@@ -200,7 +202,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeCpuExecute, jax_megamoe::ffi_api::execut
                                   .Arg<ffi::AnyBuffer>()    // x_sf, [0, 0] for BF16 x
                                   .Arg<ffi::AnyBuffer>()    // topk_idx
                                   .Arg<ffi::AnyBuffer>()    // topk_weights
-                                  .Arg<ffi::AnyBuffer>()    // num_tokens
+                                  .Arg<ffi::AnyBuffer>()    // num_tokens, [0]: all rows
                                   .Arg<ffi::AnyBuffer>()    // ep_rank
                                   .Arg<ffi::AnyBuffer>()    // w13
                                   .Arg<ffi::AnyBuffer>()    // w13_sf
