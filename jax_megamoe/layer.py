@@ -386,8 +386,8 @@ def _vary(tree: Any, axes: set[str]) -> Any:
 
 def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
     """The custom call of one rank -> (y, received, status)."""
-    # Operands without elements say "BF16 x" and "all rows". They are cut out of x, because constants
-    # would be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs;
+    # Operands without elements say "BF16 x" and "all rows". They are cut out of x: constants would
+    # be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs, and
     # the compiler of jaxlib 0.11.2 crashes on that.
     codes, sf = x if isinstance(x, tuple) else (x, x[:0, :0].astype(jnp.uint8))
     if num_tokens is None:

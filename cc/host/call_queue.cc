@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 
 #if defined(__x86_64__)
 #include <pmmintrin.h>
@@ -114,7 +115,11 @@ void CallQueue::run(Call& call) {
   cpu::CallResult result;
   {
     std::lock_guard<std::mutex> lock(group_mutex_);
-    result = group_.run(call.args, call.timeout_s);
+    try {
+      result = group_.run(call.args, call.timeout_s);
+    } catch (const std::exception& error) {  // no thread or no memory to be had
+      result.refusal = std::string("jax_megamoe: the call could not be started: ") + error.what();
+    }
   }
   const bool timed_out = !result.timeout.empty();
   const CallStatus status = timed_out                 ? CallStatus::kDeadlineExceeded

@@ -5,53 +5,13 @@
 #include <random>
 #include <vector>
 
-#include "cpu/mega_moe.h"
-#include "protocol/numerics.h"
 #include "tests/check.h"
+#include "tests/operands.h"
 
 namespace jax_megamoe::cpu {
 namespace {
 
 constexpr double kTimeoutSeconds = 60;
-
-struct Operands {
-  std::vector<uint16_t> x;
-  std::vector<int32_t> topk_idx;
-  std::vector<float> topk_weights;
-  std::vector<uint8_t> w13, w13_sf, w2, w2_sf;  // canonical: rows [out][in/2], all local experts
-  std::vector<uint8_t> w13_cpu, w13_sf_cpu, w2_cpu, w2_sf_cpu;
-  std::vector<uint16_t> y;
-  std::vector<int32_t> received, status;
-  int32_t num_tokens;
-};
-
-// [E][rows][columns] -> [E][rows/16][columns][16]
-std::vector<uint8_t> to_panels(const std::vector<uint8_t>& rows, uint32_t num_rows,
-                               uint32_t columns) {
-  std::vector<uint8_t> panels(rows.size());
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const size_t column = i % columns;
-    const size_t row = i / columns % num_rows;
-    const size_t expert = i / columns / num_rows;
-    panels[((expert * num_rows + row / 16 * 16) * columns) + column * 16 + row % 16] = rows[i];
-  }
-  return panels;
-}
-
-std::vector<uint8_t> interleave(const std::vector<uint8_t>& rows, uint32_t num_rows,
-                                uint32_t columns) {
-  std::vector<uint8_t> out(rows.size());
-  const uint32_t half = num_rows / 2;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const size_t column = i % columns;
-    const size_t row = i / columns % num_rows;
-    const size_t expert = i / columns / num_rows;
-    const size_t channel = row % half;
-    const size_t to = channel / 8 * 16 + (row >= half ? 8 : 0) + channel % 8;
-    out[(expert * num_rows + to) * columns + column] = rows[i];
-  }
-  return out;
-}
 
 float weight_at(const std::vector<uint8_t>& w, const std::vector<uint8_t>& sf, size_t row,
                 size_t column, size_t columns) {
@@ -59,45 +19,6 @@ float weight_at(const std::vector<uint8_t>& w, const std::vector<uint8_t>& sf, s
   const int32_t doubled = e2m1_doubled(column % 2 == 0 ? pair & 15 : pair >> 4);
   return 0.5f * static_cast<float>(doubled) *
          ue8m0_to_float(sf[row * columns / kSfGroup + column / kSfGroup]);
-}
-
-Operands make_operands(const MoeShape& shape, std::mt19937& rng, uint32_t num_rows,
-                       uint32_t routing) {
-  Operands o;
-  std::normal_distribution<float> normal;
-  for (uint32_t i = 0; i < num_rows * shape.hidden; ++i) o.x.push_back(float_to_bf16(normal(rng)));
-  for (uint32_t i = 0; i < num_rows * shape.top_k; ++i) {
-    const int32_t any = static_cast<int32_t>(rng() % shape.num_experts);
-    const int32_t ids[4] = {any, 0, rng() % 3 == 0 ? -1 : any,
-                            rng() % 5 == 0 ? static_cast<int32_t>(shape.num_experts) + any : any};
-    o.topk_idx.push_back(ids[routing % 4]);
-    o.topk_weights.push_back(0.1f + static_cast<float>(rng() % 100) / 100.0f);
-  }
-  const auto bytes = [&](size_t size) {
-    std::vector<uint8_t> out(size);
-    for (uint8_t& byte : out) byte = static_cast<uint8_t>(rng());
-    return out;
-  };
-  const auto scales = [&](size_t size) {
-    std::vector<uint8_t> out(size);
-    for (uint8_t& byte : out) byte = static_cast<uint8_t>(120 + rng() % 4);
-    return out;
-  };
-  const size_t experts = shape.num_local_experts();
-  const uint32_t h = shape.hidden, i = shape.intermediate;
-  o.w13 = bytes(experts * 2 * i * h / 2);
-  o.w13_sf = scales(experts * 2 * i * h / kSfGroup);
-  o.w2 = bytes(experts * h * i / 2);
-  o.w2_sf = scales(experts * h * i / kSfGroup);
-  o.w13_cpu = to_panels(interleave(o.w13, 2 * i, h / 2), 2 * i, h / 2);
-  o.w13_sf_cpu = to_panels(interleave(o.w13_sf, 2 * i, h / kSfGroup), 2 * i, h / kSfGroup);
-  o.w2_cpu = to_panels(o.w2, h, i / 2);
-  o.w2_sf_cpu = to_panels(o.w2_sf, h, i / kSfGroup);
-  o.y.assign(size_t{num_rows} * h, 0xFFFF);
-  o.received.assign(experts, -1);
-  o.status.assign(kNumStatusWords, -1);
-  o.num_tokens = static_cast<int32_t>(num_rows);
-  return o;
 }
 
 // One slot's contribution, by the formula, in double except where the contract rounds.
@@ -171,24 +92,6 @@ void check_against_formula(const MoeShape& shape, const std::vector<Operands>& r
   // for the rare FP8 code that moves because FP32 and double sums fall on two sides of a tie.
   CHECK(bound > 0);
   CHECK(error <= bound);
-}
-
-CallArgs args_of(Operands& o, const MoeShape& shape) {
-  CallArgs args;
-  args.x = o.x.data();
-  args.topk_idx = o.topk_idx.data();
-  args.topk_weights = o.topk_weights.data();
-  args.num_tokens = &o.num_tokens;
-  args.num_rows = static_cast<uint32_t>(o.x.size() / shape.hidden);
-  args.w13 = o.w13_cpu.data();
-  args.w13_sf = o.w13_sf_cpu.data();
-  args.w2 = o.w2_cpu.data();
-  args.w2_sf = o.w2_sf_cpu.data();
-  args.swiglu_limit = INFINITY;
-  args.y = o.y.data();
-  args.received = o.received.data();
-  args.status = o.status.data();
-  return args;
 }
 
 void run_shape(MoeShape shape, uint32_t workers, std::mt19937& rng) {
