@@ -72,7 +72,7 @@ def create_buffer(key: str, shape: MoeShape, groups: Sequence[Sequence[int]], wo
 
 def release_buffer(key: str) -> None:
     """
-    Frees a buffer; waits for a running call and fails calls that have not started.
+    Frees a buffer; runs the calls that all ranks have entered and fails the others.
     """
 
 def buffer_keys() -> list[str]: ...

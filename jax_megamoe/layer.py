@@ -308,7 +308,7 @@ def _check_local(site: _Site, x, topk_idx, topk_weights, weights, num_tokens):
     except NameError as error:
         raise NameError(
             f"jax_megamoe: MegaMoE.local: axis {site.axis!r} is not bound; expected a call inside "
-            "jax.shard_map over the layer's mesh. Outside, call the layer itsite."
+            "jax.shard_map over the layer's mesh. Outside, call the layer itself."
         ) from error
     check(
         ranks == site.num_ranks,

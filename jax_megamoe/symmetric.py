@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jax_megamoe._ffi import devices_backend, native, register_cpu
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.errors import check
+from jax_megamoe.errors import MegaMoEError, check
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
 
 
@@ -34,15 +34,22 @@ class Region:
 def moe_shape(config: MegaMoEConfig, num_ranks: int) -> native.MoeShape:
     """The native shape of `config` on `num_ranks` ranks; source of every derived size."""
     config.local_experts(num_ranks)
-    return native.MoeShape.make(
-        num_ranks=num_ranks,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        max_tokens=config.max_tokens_per_rank,
-        ring_tokens=config.ring_tokens or 0,
-    )
+    try:
+        return native.MoeShape.make(
+            num_ranks=num_ranks,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            max_tokens=config.max_tokens_per_rank,
+            ring_tokens=config.ring_tokens or 0,
+        )
+    except (ValueError, TypeError) as error:  # all but the padded number of rows is checked before
+        raise MegaMoEError(
+            f"jax_megamoe: config: got {config} on {num_ranks} ranks; expected ranks * "
+            "max_tokens_per_rank * top_k rows, each expert padded to a block, below 2^31. Lower "
+            "max_tokens_per_rank."
+        ) from error
 
 
 def buffer_regions(config: MegaMoEConfig, num_ranks: int) -> list[Region]:

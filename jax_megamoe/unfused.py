@@ -43,7 +43,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_megamoe import quantize, reference
 from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
-from jax_megamoe.weights import ExpertWeights, check_weights, dequantize_weights
+from jax_megamoe.weights import ExpertWeights, check_weights, dequantize_stacked
 
 TRANSPORTS = ("all_to_all", "all_gather", "ragged_all_to_all")
 GEMMS = ("blocked", "ragged_dot", "mosaic")
@@ -55,16 +55,15 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 class WideWeights(NamedTuple):
-    """BF16 expert weights: gate and up [E, I, H], down [E, H, I]."""
+    """BF16 expert weights: w13 [E, 2I, H], gate rows first, and w2 [E, H, I]."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    w13: jax.Array
+    w2: jax.Array
 
 
 def widen_weights(weights: ExpertWeights) -> WideWeights:
     """FP4 weights of any layout as BF16 ones, for `local` and `mega_moe`."""
-    return WideWeights(*dequantize_weights(weights, jnp.bfloat16))
+    return WideWeights(*dequantize_stacked(weights, jnp.bfloat16))
 
 
 def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int) -> WideWeights:
@@ -72,11 +71,11 @@ def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int
         check_weights(weights, config, num_experts)
         return widen_weights(weights)
     hidden, intermediate = config.hidden, config.intermediate
-    rows = {"gate": intermediate, "up": intermediate, "down": hidden}
-    for name, out in rows.items():
-        shape = (num_experts, out, intermediate if name == "down" else hidden)
-        remedy = "build them with jax_megamoe.unfused.widen_weights"
-        check_array(getattr(weights, name), f"weights.{name}", shape, ("bfloat16",), remedy)
+    remedy = "build them with jax_megamoe.unfused.widen_weights"
+    shape = (num_experts, 2 * intermediate, hidden)
+    check_array(weights.w13, "weights.w13", shape, ("bfloat16",), remedy)
+    shape = (num_experts, hidden, intermediate)
+    check_array(weights.w2, "weights.w2", shape, ("bfloat16",), remedy)
     return weights
 
 
@@ -427,20 +426,17 @@ def _blocked(rows, matrices, group_sizes, block_rows):
     return out.reshape(rows.shape[0], matrices.shape[1])
 
 
-def linear1(
-    pool: Pool, w_gate: jax.Array, w_up: jax.Array, *, gemm: str, block_rows: int
-) -> jax.Array:
+def linear1(pool: Pool, w13: jax.Array, *, gemm: str, block_rows: int) -> jax.Array:
     """Gate and up projections.
 
     Args:
       pool: what `dispatch` returned.
-      w_gate, w_up: [E/R, I, H] bfloat16.
+      w13: [E/R, 2I, H] bfloat16, gate rows first.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, 2I] float32, gate channels first.
     """
-    w13 = jnp.concatenate([w_gate, w_up], axis=1)
     return grouped_product(_values(pool.rows), w13, pool, gemm=gemm, block_rows=block_rows)
 
 
@@ -458,21 +454,19 @@ def swiglu(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation) 
     return _round_to_e4m3(reference.activate(gate_up, topk_weights, activation))
 
 
-def linear2(
-    acts: jax.Array, pool: Pool, w_down: jax.Array, *, gemm: str, block_rows: int
-) -> jax.Array:
+def linear2(acts: jax.Array, pool: Pool, w2: jax.Array, *, gemm: str, block_rows: int) -> jax.Array:
     """Down projection.
 
     Args:
       acts: [P, I] bfloat16, what `swiglu` returned.
       pool: what `dispatch` returned.
-      w_down: [E/R, H, I] bfloat16.
+      w2: [E/R, H, I] bfloat16.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, H] bfloat16.
     """
-    rows = grouped_product(acts, w_down, pool, gemm=gemm, block_rows=block_rows)
+    rows = grouped_product(acts, w2, pool, gemm=gemm, block_rows=block_rows)
     return rows.astype(jnp.bfloat16)
 
 
@@ -599,9 +593,9 @@ def local(
         num_tokens=num_tokens,
         block_rows=tile if gemm == "blocked" else 1,
     )
-    gate_up = linear1(pool, wide.gate, wide.up, gemm=gemm, block_rows=tile)
+    gate_up = linear1(pool, wide.w13, gemm=gemm, block_rows=tile)
     acts = swiglu(gate_up, pool.topk_weights, config.activation)
-    returned = linear2(acts, pool, wide.down, gemm=gemm, block_rows=tile)
+    returned = linear2(acts, pool, wide.w2, gemm=gemm, block_rows=tile)
     return combine(returned, pool, config, axis=axis, transport=transport)
 
 

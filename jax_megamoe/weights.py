@@ -99,11 +99,17 @@ def quantize_weights(w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> E
 
 def dequantize_weights(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, ...]:
     """(w_gate [E, I, H], w_up [E, I, H], w_down [E, H, I]) of `dtype`, from any layout."""
+    w13, w2 = dequantize_stacked(weights, dtype)
+    intermediate = w13.shape[1] // 2
+    return w13[:, :intermediate], w13[:, intermediate:], w2
+
+
+def dequantize_stacked(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """(w13 [E, 2I, H] with gate rows first, w2 [E, H, I]) of `dtype`, from any layout."""
     weights = to_layout(weights, "canonical")
     w13 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w13), weights.w13_sf, dtype)
     w2 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w2), weights.w2_sf, dtype)
-    intermediate = w13.shape[1] // 2
-    return w13[:, :intermediate], w13[:, intermediate:], w2
+    return w13, w2
 
 
 def interleave_gate_up(rows: jax.Array) -> jax.Array:

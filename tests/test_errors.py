@@ -139,6 +139,12 @@ def test_mesh_mistakes():
             jmm.MegaMoE(CONFIG, mesh, token_axes=axes)
 
 
+def test_a_shape_whose_padded_rows_do_not_fit():
+    config = jmm.MegaMoEConfig(64, 1, 128, 128, max_tokens_per_rank=2**31 - 1)
+    with pytest.raises(jmm.MegaMoEError, match=r"config: got .*below 2\^31.*max_tokens_per_rank"):
+        jmm.buffer_bytes(config, 1)
+
+
 def test_local_outside_shard_map(layer, good):
     with pytest.raises(NameError, match=r"'ep' is not bound.*shard_map"):
         layer.local(good["x"][:8], good["topk_idx"][:8], good["topk_weights"][:8], good["weights"])

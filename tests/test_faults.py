@@ -191,6 +191,14 @@ def test_reading_an_unknown_region(setup):
         layer.buffer.read("l3_acts", 0)
 
 
+def test_ranks_and_groups_are_checked(setup):
+    layer, *_ = setup
+    with pytest.raises(ValueError, match="no such group or rank"):
+        layer.buffer.read("x", rank=4)
+    with pytest.raises(ValueError, match="no such group or rank"):
+        layer.buffer.lose_next_signal("l1_arrival", rank=0, group=1)
+
+
 def test_workers_setting_is_checked(monkeypatch):
     monkeypatch.setenv("JAX_MEGAMOE_CPU_WORKERS", "0")
     with pytest.raises(jmm.MegaMoEError, match="JAX_MEGAMOE_CPU_WORKERS: got '0'"):

@@ -412,5 +412,5 @@ def test_wide_weights_give_the_same_bits_and_are_checked():
     wide = jax.jit(unfused.widen_weights)(quantized)
     got, want = (np.asarray(step(*inputs(), w), np.float32) for w in (wide, quantized))
     np.testing.assert_array_equal(got, want)
-    with pytest.raises(MegaMoEError, match=r"weights\.down: got .*widen_weights"):
-        step(*inputs(), wide._replace(down=wide.gate))
+    with pytest.raises(MegaMoEError, match=r"weights\.w2: got .*widen_weights"):
+        step(*inputs(), wide._replace(w2=wide.w13))

@@ -129,10 +129,10 @@ MegaMoeGroup::~MegaMoeGroup() {
 }
 
 void MegaMoeGroup::start_threads() {
-  for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
-    for (uint32_t worker = 0; worker <= workers_per_rank_; ++worker) {
-      threads_.emplace_back(&MegaMoeGroup::thread_main, this, rank, worker);
-    }
+  const uint32_t per_rank = workers_per_rank_ + 1;
+  for (size_t i = threads_.size(); i < size_t{shape_.num_ranks} * per_rank; ++i) {
+    threads_.emplace_back(&MegaMoeGroup::thread_main, this, static_cast<uint32_t>(i / per_rank),
+                          static_cast<uint32_t>(i % per_rank), generation_);
   }
 }
 
@@ -166,7 +166,7 @@ CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s
   }
 
   std::unique_lock<std::mutex> lock(mutex_);
-  if (threads_.empty()) start_threads();
+  start_threads();
   args_ = &args;
   call_ = std::make_unique<CallState>();
   call_->timeout_s = timeout_s;
@@ -177,8 +177,8 @@ CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s
   done_.wait(lock, [&] { return num_running_ == 0; });
   args_ = nullptr;
 
-  result.timeout = call_->failure;
-  if (!result.timeout.empty()) {
+  if (!call_->failure.empty()) {
+    (call_->timed_out ? result.timeout : result.failure) = call_->failure;
     // The protocol stopped half-way: put every control word back to its first state.
     fill_regions(0, [](Lifetime lifetime) { return lifetime != Lifetime::kData; });
     return result;
@@ -194,10 +194,9 @@ CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s
   return result;
 }
 
-void MegaMoeGroup::thread_main(uint32_t rank, uint32_t worker) {
+void MegaMoeGroup::thread_main(uint32_t rank, uint32_t worker, uint64_t seen_generation) {
   std::unique_ptr<MathWorker> math;
   if (worker < workers_per_rank_) math = std::make_unique<MathWorker>(shape_);
-  uint64_t seen_generation = 0;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);

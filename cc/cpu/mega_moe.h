@@ -17,6 +17,7 @@ namespace jax_megamoe::cpu {
 struct CallResult {
   std::string timeout;  // a wait failed; empty: none did
   std::string refusal;  // a rank's operand was refused; empty: none was
+  std::string failure;  // no memory or no thread was to be had; empty: they were
 };
 
 class MegaMoeGroup {
@@ -43,9 +44,9 @@ class MegaMoeGroup {
   void arm_fault(uint32_t region, uint32_t rank);
 
  private:
-  void thread_main(uint32_t rank, uint32_t worker);
+  void thread_main(uint32_t rank, uint32_t worker, uint64_t seen_generation);
   void run_role(uint32_t rank, uint32_t worker, MathWorker* math);
-  void start_threads();
+  void start_threads();  // those that do not run yet; throws if one cannot be had
   template <class Predicate>
   void fill_regions(int byte, const Predicate& selected);
 

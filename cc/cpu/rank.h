@@ -65,12 +65,17 @@ struct CallState {
   std::atomic<bool> aborted{false};
   std::mutex mutex;
   std::string failure;                      // guarded by mutex
+  bool timed_out = true;                    // what `failure` is about; guarded by mutex
   std::vector<const PendingWait*> pending;  // guarded by mutex
   double timeout_s = 0;                     // of each single wait
 
+  // For what a role throws, such as std::bad_alloc.
   void fail(std::string message) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (failure.empty()) failure = std::move(message);
+    if (failure.empty()) {
+      failure = std::move(message);
+      timed_out = false;
+    }
     aborted.store(true, std::memory_order_release);
   }
 };

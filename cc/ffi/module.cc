@@ -92,6 +92,13 @@ std::shared_ptr<host::SymmetricBuffer> require_buffer(const std::string& key) {
   return buffer;
 }
 
+void require_rank(const host::SymmetricBuffer& buffer, uint32_t group, uint32_t rank) {
+  if (group >= buffer.num_groups() || rank >= buffer.shape().num_ranks) {
+    throw std::invalid_argument("jax_megamoe: symmetric buffer " + buffer.key() +
+                                " has no such group or rank");
+  }
+}
+
 void create_buffer(const std::string& key, const MoeShape& shape,
                    const std::vector<std::vector<int32_t>>& groups, uint32_t workers_per_rank) {
   if (!shape.valid() || shape.block_m != cpu::kBlockM || workers_per_rank == 0) {
@@ -112,6 +119,7 @@ void poison_buffer(const std::string& key) {
 void arm_fault(const std::string& key, uint32_t group, const std::string& region, uint32_t rank) {
   const auto buffer = require_buffer(key);
   const uint32_t index = region_index(region);
+  require_rank(*buffer, group, rank);
   nb::gil_scoped_release release;
   buffer->queue(group).with_idle_group([&](cpu::MegaMoeGroup& g) { g.arm_fault(index, rank); });
 }
@@ -119,9 +127,7 @@ void arm_fault(const std::string& key, uint32_t group, const std::string& region
 nb::bytes read_region(const std::string& key, uint32_t group, uint32_t rank,
                       const std::string& name) {
   const auto buffer = require_buffer(key);
-  if (group >= buffer->num_groups() || rank >= buffer->shape().num_ranks) {
-    throw std::invalid_argument("jax_megamoe: read_region: no such group or rank");
-  }
+  require_rank(*buffer, group, rank);
   const RegionInfo region = WorkspaceLayout(buffer->shape()).regions[region_index(name)];
   std::string copy(region.num_bytes(), '\0');
   {
@@ -292,7 +298,7 @@ NB_MODULE(_native, m) {
   m.def("create_buffer", &create_buffer, "key"_a, "shape"_a, "groups"_a, "workers_per_rank"_a,
         "Allocates one buffer per rank; groups[g][r] is the device ordinal of rank r of group g.");
   m.def("release_buffer", &host::release_buffer, "key"_a, nb::call_guard<nb::gil_scoped_release>(),
-        "Frees a buffer; waits for a running call and fails calls that have not started.");
+        "Frees a buffer; runs the calls that all ranks have entered and fails the others.");
   m.def("buffer_keys", &host::buffer_keys);
   m.def("poison_buffer", &poison_buffer, "key"_a,
         "Fills every data region with 0xFF bytes; a correct call does not notice.");

@@ -118,16 +118,22 @@ void CallQueue::run(Call& call) {
     try {
       result = group_.run(call.args, call.timeout_s);
     } catch (const std::exception& error) {  // no thread or no memory to be had
-      result.refusal = std::string("jax_megamoe: the call could not be started: ") + error.what();
+      result.failure = std::string("jax_megamoe: the call could not be started: ") + error.what();
     }
   }
-  const bool timed_out = !result.timeout.empty();
-  const CallStatus status = timed_out                 ? CallStatus::kDeadlineExceeded
-                            : !result.refusal.empty() ? CallStatus::kInvalidArgument
-                                                      : CallStatus::kOk;
-  for (CallDone& done : call.done) {
-    notify(std::move(done), status, timed_out ? result.timeout : result.refusal);
+  CallStatus status = CallStatus::kOk;
+  std::string message;
+  if (!result.timeout.empty()) {
+    status = CallStatus::kDeadlineExceeded;
+    message = result.timeout;
+  } else if (!result.failure.empty()) {
+    status = CallStatus::kUnavailable;
+    message = result.failure;
+  } else if (!result.refusal.empty()) {
+    status = CallStatus::kInvalidArgument;
+    message = result.refusal;
   }
+  for (CallDone& done : call.done) notify(std::move(done), status, message);
 }
 
 void CallQueue::expire_overdue_calls(std::unique_lock<std::mutex>& lock) {

@@ -3,15 +3,16 @@
 // Pool blocks are numbered through all experts of a rank; block b uses slot b mod ring_blocks, in
 // lap b div ring_blocks. Four counters per slot only ever grow within a call:
 //
-//   counter      +1 by                          waited for by               target in lap g
-//   l1_arrival   dispatch, per row (see below)  linear 1, before reading    (g + 1) * block_m
-//   l1_empty     linear 1, per N-block read     dispatch, before writing    g * linear1_n_blocks
-//   l2_arrival   SwiGLU, per N-block written    linear 2, before reading    (g + 1) *
-//   linear1_n_blocks l2_empty     linear 2, per N-block read     SwiGLU, before writing      g *
-//   linear2_n_blocks
+//   l1_arrival   +1 by dispatch for every row; linear 1 waits for it before it reads.
+//                Target in lap g: (g + 1) * block_m
+//   l1_empty     +1 by SwiGLU when a linear-1 tile is done; dispatch waits before it writes.
+//                Target in lap g: g * linear1_n_blocks
+//   l2_arrival   +1 by SwiGLU for every tile written; linear 2 waits before it reads.
+//                Target in lap g: (g + 1) * linear1_n_blocks
+//   l2_empty     +1 by linear 2 for every tile read; SwiGLU waits before it writes.
+//                Target in lap g: g * linear2_n_blocks
 //
-// The last row of a partly filled block adds the missing rows as well, so every block reaches
-// block_m.
+// The last row of a partly filled block adds the missing rows too, so every block reaches block_m.
 #pragma once
 
 #include "protocol/shape.h"

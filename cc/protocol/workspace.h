@@ -15,38 +15,39 @@ enum class Lifetime : uint32_t {
 };
 
 // X(name, C++ type, dtype, dim0, dim1, dim2, lifetime, writer, reader); `s` is the MoeShape.
-#define JMM_WORKSPACE_REGIONS(X)                                                                   \
-  X(call_epoch, uint64_t, "u64", 1, 1, 1, kPersistent, "owner, end of call", "owner")              \
-  X(rank_barrier, uint64_t, "u64", s.num_ranks, 1, 1, kPersistent, "each peer its word", "owner")  \
-  X(grid_barrier, uint64_t, "u64", 1, 1, 1, kPersistent, "owner's workers", "owner's workers")     \
-  X(expert_send_count, uint64_t, "u64", s.num_experts, 1, 1, kPerCall, "owner's dispatch",         \
-    "owner's dispatch")                                                                            \
-  X(expert_recv_count, uint64_t, "u64", s.num_ranks, s.num_local_experts(), 1, kPerCall,           \
-    "peers' dispatch", "owner's dispatch")                                                         \
-  X(expert_recv_count_sum, uint64_t, "u64", s.num_local_experts(), 1, 1, kPerCall,                 \
-    "peers' dispatch", "every role's scheduler")                                                   \
-  X(l1_arrival, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "dispatch", "linear1")             \
-  X(l1_empty, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "linear1", "dispatch")               \
-  X(l2_arrival, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "swiglu", "linear2")               \
-  X(l2_empty, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "linear2", "swiglu")                 \
-  X(src_token_topk_idx, uint32_t, "u32", s.num_ranks, s.max_slots_per_rank(), 1, kData,            \
-    "peers' dispatch", "owner's dispatch")                                                         \
-  X(token_src_metadata, TokenSource, "2xu32", s.max_pool_blocks() * s.block_m, 1, 1, kData,        \
-    "dispatch", "linear2")                                                                         \
-  X(x, uint8_t, "e4m3", s.max_tokens, s.hidden, 1, kData, "owner's input", "peers' dispatch")      \
-  X(x_sf, uint8_t, "ue8m0", s.max_tokens, s.hidden / kSfGroup, 1, kData, "owner's input",          \
-    "peers' dispatch")                                                                             \
-  X(topk_idx, int32_t, "i32", s.max_tokens, s.top_k, 1, kData, "owner's input", "owner's combine") \
-  X(topk_weights, float, "f32", s.max_tokens, s.top_k, 1, kData, "owner's input",                  \
-    "peers' dispatch")                                                                             \
-  X(l1_acts, uint8_t, "e4m3", s.ring_rows(), s.hidden, 1, kData, "dispatch", "linear1")            \
-  X(l1_acts_sf, uint8_t, "ue8m0", s.ring_rows(), s.hidden / kSfGroup, 1, kData, "dispatch",        \
-    "linear1")                                                                                     \
-  X(l1_topk_weights, float, "f32", s.ring_rows(), 1, 1, kData, "dispatch", "swiglu")               \
-  X(l2_acts, uint8_t, "e4m3", s.ring_rows(), s.intermediate, 1, kData, "swiglu", "linear2")        \
-  X(l2_acts_sf, uint8_t, "ue8m0", s.ring_rows(), s.intermediate / kSfGroup, 1, kData, "swiglu",    \
-    "linear2")                                                                                     \
-  X(combine, uint16_t, "bf16", s.top_k, s.max_tokens, s.hidden, kData, "peers' linear2",           \
+#define JMM_WORKSPACE_REGIONS(X)                                                                  \
+  X(call_epoch, uint64_t, "u64", 1, 1, 1, kPersistent, "owner, end of call", "owner")             \
+  X(rank_barrier, uint64_t, "u64", s.num_ranks, 1, 1, kPersistent, "each peer its word", "owner") \
+  X(grid_barrier, uint64_t, "u64", 1, 1, 1, kPersistent, "owner's workers", "owner's workers")    \
+  X(expert_send_count, uint64_t, "u64", s.num_experts, 1, 1, kPerCall, "owner's dispatch",        \
+    "owner's dispatch")                                                                           \
+  X(expert_recv_count, uint64_t, "u64", s.num_ranks, s.num_local_experts(), 1, kPerCall,          \
+    "peers' dispatch", "owner's dispatch")                                                        \
+  X(expert_recv_count_sum, uint64_t, "u64", s.num_local_experts(), 1, 1, kPerCall,                \
+    "peers' dispatch", "every role's scheduler")                                                  \
+  X(l1_arrival, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "dispatch", "linear1")            \
+  X(l1_empty, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "swiglu", "dispatch")               \
+  X(l2_arrival, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "swiglu", "linear2")              \
+  X(l2_empty, uint32_t, "u32", s.ring_blocks, 1, 1, kPerCall, "linear2", "swiglu")                \
+  X(src_token_topk_idx, uint32_t, "u32", s.num_ranks, s.max_slots_per_rank(), 1, kData,           \
+    "peers' dispatch", "owner's dispatch")                                                        \
+  X(token_src_metadata, TokenSource, "2xu32", s.max_pool_blocks() * s.block_m, 1, 1, kData,       \
+    "dispatch", "linear2")                                                                        \
+  X(x, uint8_t, "e4m3", s.max_tokens, s.hidden, 1, kData, "owner's input", "peers' dispatch")     \
+  X(x_sf, uint8_t, "ue8m0", s.max_tokens, s.hidden / kSfGroup, 1, kData, "owner's input",         \
+    "peers' dispatch")                                                                            \
+  X(topk_idx, int32_t, "i32", s.max_tokens, s.top_k, 1, kData, "owner's input",                   \
+    "owner's dispatch, combine")                                                                  \
+  X(topk_weights, float, "f32", s.max_tokens, s.top_k, 1, kData, "owner's input",                 \
+    "peers' dispatch")                                                                            \
+  X(l1_acts, uint8_t, "e4m3", s.ring_rows(), s.hidden, 1, kData, "dispatch", "linear1")           \
+  X(l1_acts_sf, uint8_t, "ue8m0", s.ring_rows(), s.hidden / kSfGroup, 1, kData, "dispatch",       \
+    "linear1")                                                                                    \
+  X(l1_topk_weights, float, "f32", s.ring_rows(), 1, 1, kData, "dispatch", "swiglu")              \
+  X(l2_acts, uint8_t, "e4m3", s.ring_rows(), s.intermediate, 1, kData, "swiglu", "linear2")       \
+  X(l2_acts_sf, uint8_t, "ue8m0", s.ring_rows(), s.intermediate / kSfGroup, 1, kData, "swiglu",   \
+    "linear2")                                                                                    \
+  X(combine, uint16_t, "bf16", s.top_k, s.max_tokens, s.hidden, kData, "peers' linear2",          \
     "owner's combine")
 
 // Where a pool row came from, and so where its result goes: combine[slot % K][slot / K] of `rank`.
