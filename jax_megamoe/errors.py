@@ -10,6 +10,9 @@ class MegaMoEError(ValueError):
 def check(condition: bool, operand: str, *, got: object, want: str, remedy: str) -> None:
     """Raises `MegaMoEError` with operand, got, want and remedy unless `condition` holds."""
     if not condition:
+        first = remedy.split()[0]
+        if first.isalpha() and len(first) > 1:  # a word, not a name such as x or layer.shard
+            remedy = remedy[0].upper() + remedy[1:]
         raise MegaMoEError(f"jax_megamoe: {operand}: got {got}; expected {want}. {remedy}.")
 
 

@@ -195,7 +195,10 @@ class MegaMoE:
                 num_tokens, "num_tokens", (shards,), ("int32",), "one number per token shard"
             )
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
-        tokens, experts = P(self.token_axes), P(self.axis)
+        if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
+            # Without x64 JAX would keep the low 32 bits only, which may be a valid expert.
+            bounds = np.iinfo(np.int32)
+            topk_idx = topk_idx.clip(bounds.min, bounds.max).astype(np.int32)
         operands = (x, topk_idx, topk_weights, weights, num_tokens)
         tokens, experts = P(self.token_axes), P(self.axis)
         if any(kind == jax.sharding.AxisType.Explicit for kind in self.mesh.axis_types):

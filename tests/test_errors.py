@@ -158,7 +158,7 @@ def test_tokens_replicated_over_the_ranks(layer, good):
         out_specs=P("ep"),
     )
     operands = [good[name][:8] for name in ("x", "topk_idx", "topk_weights")]
-    with pytest.raises(jmm.MegaMoEError, match=r"x: got the same tokens on every rank.*shard x"):
+    with pytest.raises(jmm.MegaMoEError, match=r"x: got the same tokens on every rank.*Shard x"):
         jax.jit(step)(*operands, good["weights"])
 
 

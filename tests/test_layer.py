@@ -153,6 +153,20 @@ def test_int64_expert_ids(layers, rng):
     np.testing.assert_array_equal(np.asarray(got), want)
 
 
+def test_int64_expert_ids_of_numpy_do_not_wrap(layers, rng):
+    """Without x64 JAX narrows NumPy's int64 by dropping bits; 2^40 + 1 must not become expert 1."""
+    layer, _ = layers(2)
+    case = Case(rng, CONFIG, 2, 30)
+    weights = layer.shard(case.weights)
+    wide = np.asarray(case.topk_idx, np.int64)
+    wide[3, 0], wide[7, 2] = 2**40 + 1, -(2**40) + 1
+    narrow = np.where(np.abs(wide) > 2**31, -1, wide).astype(np.int32)
+    got, stats = layer(case.x, wide, case.topk_weights, weights, return_stats=True)
+    want = layer(case.x, narrow, case.topk_weights, weights)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert int(stats.out_of_range.sum()) == 2
+
+
 def test_a_duplicate_expert_counts_twice(layers):
     layer, step = layers(2)
     rng = np.random.default_rng(3)

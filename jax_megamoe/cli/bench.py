@@ -124,7 +124,7 @@ def _check_options(args):
         "--plot",
         got="no package matplotlib",
         want="matplotlib installed",
-        remedy="pip install jax-megamoe[plot]",
+        remedy="install it: pip install jax-megamoe[plot]",
     )
 
 
