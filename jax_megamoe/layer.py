@@ -251,7 +251,7 @@ class _Site(NamedTuple):
     buffer_key: str
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
 def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
     """The jitted shard_map over global arrays.
 
@@ -428,7 +428,7 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
     return call(codes, sf, topk_idx, topk_weights, num_tokens, ep_rank, *arrays)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=128)
 def _differentiable_call(site: _Site):
     """`_ffi_call` with a gradient for x and topk_weights, through the unfused layer.
 

@@ -186,7 +186,7 @@ def choose(transport: str, gemm: str, differentiable: bool = False) -> tuple[str
         "gemm",
         got="'mosaic' without the package absl-py",
         want="absl-py installed",
-        remedy="pip install absl-py: JAX's module with this kernel imports it",
+        remedy="install absl-py: JAX's module with this kernel imports it",
     )
     check(
         not differentiable or (transport != "ragged_all_to_all" and gemm != "mosaic"),
