@@ -132,7 +132,7 @@ void run_faults(std::mt19937& rng) {
   for (Operands& o : ranks) args.push_back(args_of(o, shape));
   for (const Region region : signals) {
     group.arm_fault(static_cast<uint32_t>(region), 1);
-    const std::string failure = group.run(args, 0.3).timeout;
+    const std::string failure = group.run(args, 1.0).timeout;
     const std::string name = group.layout().at(region).name;
     CHECK(failure.find(name + "[") != std::string::npos);
     CHECK(failure.find("rank") != std::string::npos);
