@@ -393,6 +393,7 @@ def test_exported_program_runs_in_another_process(tmp_path):
     assert run_script(tmp_path, "load").stdout.splitlines()[-1] == first.splitlines()[-1]
     alone = run_script(tmp_path, "no_layer", check=False)
     assert alone.returncode != 0
+    assert "jax_megamoe.mega_moe.v1" in alone.stderr  # the target that no layer has registered
 
 
 def test_compilation_cache_works_across_processes(tmp_path):

@@ -205,13 +205,13 @@ def test_zero_and_tiny_rows(layers, rng):
     case = Case(rng, CONFIG, 2, 20)
     x = np.array(case.x, np.float32)
     x[0] = 0
-    x[1] *= 2.0**-100  # scales go far below one, relative accuracy stays
+    x[1] *= 2.0**-30  # scales go far below one, relative accuracy stays: about 2^-60 comes out
     case.x = jnp.asarray(x, jnp.bfloat16)
     y = np.asarray(step(*case.operands, layer.shard(case.weights))[0], np.float64)
     assert (y[0] == 0).all()
     truth, plain = case.truth()[1], case.reference()[1]
-    if np.linalg.norm(truth) > 0:
-        assert np.linalg.norm(y[1] - truth) <= 2 * np.linalg.norm(plain - truth) + 2.0**-126
+    assert 0 < np.linalg.norm(truth) < 2.0**-50
+    assert np.linalg.norm(y[1] - truth) <= 2 * np.linalg.norm(plain - truth)
 
 
 @settings(max_examples=25)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generators import all_bf16, all_fp16, edge_bits, mantissa_sweep
-from jax_megamoe import quantize
+from jax_megamoe import config, quantize
 from jax_megamoe._ffi import native
 
 protocol = native  # the bindings of cc/protocol
@@ -75,9 +75,24 @@ def test_model_shapes_fit_their_memory_budget(sizes, mebibytes):
 
 
 def test_invalid_shapes_are_refused():
-    for change in (dict(hidden=100), dict(num_experts=7), dict(top_k=33), dict(num_ranks=73)):
+    for change in (dict(hidden=100), dict(num_experts=7)):
         with pytest.raises(ValueError, match="MoeShape"):
             make_shape(**change)
+
+
+@pytest.mark.parametrize(
+    ("limit", "size"),
+    [
+        (config.MAX_TOP_K, lambda n: dict(top_k=n, num_experts=64)),
+        (config.MAX_RANKS, lambda n: dict(num_ranks=n, num_experts=n)),
+        (config.BLOCK_N, lambda n: dict(hidden=2 * config.BLOCK_N - n % config.BLOCK_N)),
+    ],
+)
+def test_limits_are_those_of_the_configuration(limit, size):
+    """config.py and shape.h each state them: the largest is accepted, the next one refused."""
+    make_shape(**size(limit))
+    with pytest.raises(ValueError, match="MoeShape"):
+        make_shape(**size(limit + 1))
 
 
 # ---- dispatch order ----
