@@ -14,6 +14,7 @@ from jax_megamoe import quantize, reference, unfused
 from jax_megamoe._ffi import __version__, export_checks
 from jax_megamoe.config import Activation, MegaMoEConfig, swiglu
 from jax_megamoe.errors import MegaMoEError
+from jax_megamoe.failures import MegaMoERuntimeError, check_failures
 from jax_megamoe.layer import MegaMoE, MoEStats
 from jax_megamoe.symmetric import SymmetricBuffer, buffer_bytes, buffer_regions
 from jax_megamoe.virtual_devices import use_virtual_cpu_devices
@@ -30,11 +31,13 @@ __all__ = [
     "MegaMoE",
     "MegaMoEConfig",
     "MegaMoEError",
+    "MegaMoERuntimeError",
     "MoEStats",
     "SymmetricBuffer",
     "__version__",
     "buffer_bytes",
     "buffer_regions",
+    "check_failures",
     "dequantize_weights",
     "export_checks",
     "quantize",

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jax_megamoe.errors import MegaMoEError
 
@@ -21,8 +22,9 @@ except ImportError as error:  # an editable tree without a build, or a wheel for
 __version__ = native.VERSION
 
 #: With the contract's version: a cached program must not meet handlers of another contract.
-CPU_TARGET = "jax_megamoe.mega_moe.v1"
+TARGET = "jax_megamoe.mega_moe.v2"
 _CALL_SITE_TYPE = "jax_megamoe.call_site.v1"
+_GPU_CALL_SITE_TYPE = "jax_megamoe.gpu_call_site.v1"
 
 _lock = threading.Lock()
 
@@ -34,13 +36,21 @@ def _register_cpu() -> None:
     jax.devices("cpu")
     call_site: Any = native.call_site_type()
     jax.ffi.register_ffi_type(_CALL_SITE_TYPE, call_site, platform="cpu")
-    jax.ffi.register_ffi_target(CPU_TARGET, native.cpu_handlers(), platform="cpu")
+    jax.ffi.register_ffi_target(TARGET, native.cpu_handlers(), platform="cpu")
 
 
-def register_cpu() -> None:
-    """Registers the CPU back end's handlers once per process."""
+@functools.cache
+def _register_gpu() -> None:
+    jax.devices("cuda")
+    call_site: Any = native.gpu_call_site_type()
+    jax.ffi.register_ffi_type(_GPU_CALL_SITE_TYPE, call_site, platform="CUDA")
+    jax.ffi.register_ffi_target(TARGET, native.gpu_handlers(), platform="CUDA")
+
+
+def register(backend: str) -> None:
+    """Registers a back end's handlers once per process."""
     with _lock:
-        _register_cpu()
+        _register_cpu() if backend == "cpu" else _register_gpu()
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -49,15 +59,36 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     JAX exports custom calls only when told that their contract is stable. The target's name carries
     a version, so a program exported under another contract is refused instead of run.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(CPU_TARGET)]
+    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
 
-def devices_backend(platform: str) -> str:
-    """Name of the back end for devices of a JAX platform, or a clear refusal."""
-    if platform == "cpu":
+def mesh_backend(mesh: Mesh) -> str:
+    """Name of the back end for all devices of a mesh, or a clear refusal."""
+    names = {device_backend(device) for device in mesh.devices.flat}
+    if len(names) > 1:
+        raise MegaMoEError(
+            f"jax_megamoe: mesh devices: got back ends {sorted(names)}; expected devices of one "
+            "kind. Build the mesh from jax.devices('cpu') or from jax.devices('gpu')."
+        )
+    return names.pop()
+
+
+def device_backend(device: jax.Device) -> str:
+    """Name of the back end for a device, or a clear refusal."""
+    if device.platform == "cpu":
         return "cpu"
-    raise MegaMoEError(
-        f"jax_megamoe: mesh devices: got platform {platform!r}; expected 'cpu', the only back end "
-        "in this version (kernels for NVIDIA GPUs are not part of it). Build the mesh from "
-        "jax.devices('cpu'), or use jax_megamoe.unfused on these devices."
-    )
+    if device.platform not in ("gpu", "cuda"):
+        raise MegaMoEError(
+            f"jax_megamoe: mesh devices: got platform {device.platform!r}; expected 'cpu' or "
+            "'gpu'. Build the mesh from jax.devices('cpu') or jax.devices('gpu'), or use "
+            "jax_megamoe.unfused on these devices."
+        )
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != "9.0":
+        architecture = "sm_" + capability.replace(".", "")
+        raise MegaMoEError(
+            f"jax_megamoe: mesh devices: got {device.device_kind} ({architecture}); expected an "
+            "NVIDIA GPU with compute capability 9.0 (H100, H200, GH200). Use jax_megamoe.unfused, "
+            "which runs on any device."
+        )
+    return "sm_90a"

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import numpy
@@ -128,3 +128,110 @@ def fp16_to_float(bits: Annotated[NDArray[numpy.uint16], dict(shape=(None,), ord
 def float_to_bf16(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
 
 def swiglu(gate: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], up: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], limit: float) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+
+GPU_WEIGHT_CHUNK_ROWS: int = 128
+
+GPU_TRACE_LANES: int = 8
+
+GPU_TRACE_EVENTS: int = 512
+
+GPU_TRACE_NAMES: tuple = ...
+
+def compile_kernel(include_dir: str, options: Sequence[str], nvrtc_path: str) -> tuple:
+    """
+    (cubin, log) of the layer's kernel, from the cache if it is there. Raises RuntimeError with the compiler's log.
+    """
+
+def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, intermediate: int, max_tokens: int, granularity: int, ring_tokens: int = 0) -> MoeShape:
+    """
+    The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises ValueError for an invalid shape.
+    """
+
+def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False) -> list[str]:
+    """The compiler's options for one kernel, without include directories."""
+
+def gpu_tiles(granularity: int) -> list:
+    """The tile configurations, narrowest first."""
+
+def gpu_select_tile(shape: MoeShape, granularity: int, num_rows: int) -> int:
+    """The tile that a call with this many rows per rank uses."""
+
+def gpu_weight_chunk_bytes(granularity: int) -> int:
+    """Bytes of the packed weights of 128 rows and 128 of K."""
+
+class GpuRanks:
+    """
+    Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.
+    """
+
+    def __init__(self, layout: MoeShape, granularity: int, devices: Sequence[int], ctas_per_rank: int, include_dir: str, nvrtc_path: str, trace: bool) -> None: ...
+
+    def num_ctas(self, rank: int) -> int: ...
+
+    def set_weights(self, rank: int, w13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w13_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)]) -> None:
+        """This rank's E/R experts in the GPU layout."""
+
+    def set_inputs(self, rank: int, num_rows: int, x: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], x_sf: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, topk_idx: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], num_tokens: int | None) -> None:
+        """Copies one rank's operands to its GPU."""
+
+    def select_tile(self) -> int:
+        """The tile that the number of rows asks for."""
+
+    def prepare(self, tile: int) -> None:
+        """Compiles and loads a kernel."""
+
+    def launch(self, tile: int, repeats: int, flush_l2: bool, timeout_s: float, checked: bool, limit: float, skip_rank: int, fault_rank: int, fault_region: str, gate: bool) -> list[float]:
+        """Microseconds of every rank in every repeat, flat."""
+
+    def launch_burst(self, tile: int, calls: int, timeout_s: float, checked: bool, limit: float) -> float:
+        """Calls without waiting in between; seconds in all."""
+
+    def y(self, rank: int) -> bytes: ...
+
+    def received(self, rank: int) -> bytes: ...
+
+    def status(self, rank: int) -> bytes: ...
+
+    def read(self, rank: int, region: str) -> bytes:
+        """A copy of one region's bytes."""
+
+    def trace(self, rank: int) -> bytes:
+        """
+        The trace buffer of the last launch, as cc/gpu/kernel_args.h describes it.
+        """
+
+    def poison(self) -> None:
+        """Fills every data region and all outputs with 0xFF bytes."""
+
+    def failure(self, rank: int) -> str:
+        """What a rank reported in the last launch; empty: nothing."""
+
+def gpu_handlers() -> dict:
+    """
+    Stage name -> capsule, for jax.ffi.register_ffi_target(platform='CUDA').
+    """
+
+def gpu_call_site_type() -> dict:
+    """
+    For jax.ffi.register_ffi_type; it must be registered before the handlers.
+    """
+
+def create_gpu_buffer(key: str, shape: MoeShape, granularity: int, groups: Sequence[Sequence[int]], include_dir: str, nvrtc_path: str) -> None:
+    """
+    Allocates one buffer per rank on its GPU; groups[g][r] is the ordinal of rank r of group g. Raises MemoryError, or RuntimeError if GPUs have no link or there is no driver.
+    """
+
+def on_gpu_failure(callback: Callable) -> None:
+    """
+    The main thread calls `callback` some time after a call has failed; what it raises is raised there.
+    """
+
+def take_gpu_failures() -> list[str]:
+    """
+    Texts of failed calls that nobody has been told of yet; each is returned once.
+    """
+
+def shut_down_gpu() -> None:
+    """
+    Stops looking for failures and makes running kernels give up. Before the process ends.
+    """

@@ -9,8 +9,10 @@ from jax_megamoe.errors import check
 
 #: Elements along K that share one UE8M0 scale factor, in activations and in weights.
 SF_GROUP = 32
-#: Rows of a weight matrix handled by one tile, and the granularity of hidden and intermediate.
+#: Rows of a weight matrix handled by one tile; back ends compute with whole tiles.
 BLOCK_N = 128
+#: What `MegaMoEConfig.activation_granularity` may be.
+GRANULARITIES = (32, 128, "row")
 #: Largest top-k: a slot index has to fit a warp's lanes on the GPU back ends.
 MAX_TOP_K = 32
 #: Largest number of expert-parallel ranks (one NVLink domain of 72 GPUs).
@@ -61,11 +63,16 @@ class MegaMoEConfig:
     Attributes:
       num_experts: E, experts over all ranks; the number of ranks has to divide it.
       top_k: K, expert slots per token, 1 to 32 and at most E.
-      hidden: width of a token, a multiple of 128.
-      intermediate: width of an expert, a multiple of 128.
+      hidden: width of a token, a multiple of 32.
+      intermediate: width of an expert, a multiple of 32. Back ends compute with multiples of 128:
+        the layer pads with zeros what is not one.
       max_tokens_per_rank: T, the largest number of tokens one rank passes in one call. It sizes the
         symmetric buffers; calls with fewer tokens use the same buffers.
       activation: see `swiglu`.
+      activation_granularity: elements of x, and of SwiGLU's output, that share one UE8M0 scale: 32
+        (exactly MXFP8), 128 (what DeepSeek-V4 uses), or "row": one scale for a whole row of x, one
+        per 128 of SwiGLU's output. 128 and "row" are what FP8 tensor cores of Hopper need. See
+        docs/numerics.md for what each costs in accuracy.
       ring_tokens: rows of the ring that holds dispatched tokens between the stages, rounded up to
         blocks. None picks a size from T and K; more rows cost memory, fewer rows cost waiting.
       timeout_s: seconds after which a wait inside the layer gives up and the call raises. It has to
@@ -80,6 +87,7 @@ class MegaMoEConfig:
     intermediate: int
     max_tokens_per_rank: int
     activation: Activation = Activation()
+    activation_granularity: int | str = 32
     ring_tokens: int | None = None
     timeout_s: float = 300.0
     checked: bool = False
@@ -104,12 +112,12 @@ class MegaMoEConfig:
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             check(
-                value % BLOCK_N == 0,
+                value % SF_GROUP == 0,
                 name,
                 got=value,
-                want=f"a multiple of {BLOCK_N}",
+                want=f"a multiple of {SF_GROUP}",
                 remedy=f"pad weights and activations with zeros to "
-                f"{-(-value // BLOCK_N) * BLOCK_N}",
+                f"{-(-value // SF_GROUP) * SF_GROUP}",
             )
         check(
             isinstance(self.activation, Activation),
@@ -117,6 +125,14 @@ class MegaMoEConfig:
             got=type(self.activation).__name__,
             want="a jax_megamoe.Activation",
             remedy="use jax_megamoe.swiglu(limit=...)",
+        )
+        granularity = self.activation_granularity
+        check(
+            type(granularity) in (int, str) and granularity in GRANULARITIES,
+            "activation_granularity",
+            got=repr(granularity),
+            want=f"one of {GRANULARITIES}",
+            remedy="32 is exactly MXFP8; 128 and 'row' run on FP8 tensor cores",
         )
         check(
             self.max_tokens_per_rank * self.top_k <= MAX_ROWS,
@@ -140,6 +156,26 @@ class MegaMoEConfig:
             want="seconds in (0, 1e6)",
             remedy="a wait without an end is not offered",
         )
+
+    @property
+    def x_group(self) -> int | str:
+        """Elements of x that share one scale: 32, 128 or "row"."""
+        return self.activation_granularity
+
+    @property
+    def act_group(self) -> int:
+        """Elements of SwiGLU's output that share one scale: 32 or 128."""
+        return SF_GROUP if self.activation_granularity == SF_GROUP else 128
+
+    @property
+    def padded_hidden(self) -> int:
+        """`hidden` rounded up to whole tiles of 128: what back ends compute with."""
+        return -(-self.hidden // BLOCK_N) * BLOCK_N
+
+    @property
+    def padded_intermediate(self) -> int:
+        """`intermediate` rounded up to whole tiles of 128: what back ends compute with."""
+        return -(-self.intermediate // BLOCK_N) * BLOCK_N
 
     def local_experts(self, num_ranks: int) -> int:
         """E/R, after checking that this number of ranks fits the configuration."""

@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import quantize, unfused
 from jax_megamoe import weights as weights_lib
-from jax_megamoe._ffi import CPU_TARGET, devices_backend, native
+from jax_megamoe._ffi import TARGET, native
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
-from jax_megamoe.symmetric import SymmetricBuffer
+from jax_megamoe.failures import check_failures
+from jax_megamoe.padding import pad_tokens, pad_weights
+from jax_megamoe.symmetric import SymmetricBuffer, granularity_number, moe_shape
 from jax_megamoe.weights import ExpertWeights
 
 #: BF16 tokens, or a pair (E4M3 codes [tokens, H], UE8M0 scales [tokens, H/32]).
@@ -54,12 +56,14 @@ class MegaMoE:
 
         y[t] = sum_k W2[e_k] Q( p_k * silu(W1[e_k] Q(x[t])) * (W3[e_k] Q(x[t])) )
 
-    where Q rounds to E4M3 with a UE8M0 scale per 32 elements. Products accumulate in FP32, each
-    slot's row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
+    where Q rounds to E4M3 with a UE8M0 scale per config.activation_granularity elements. Products
+    accumulate in FP32, each slot's row is rounded to BF16, rows are summed in FP32 in slot order,
+    and y is rounded to BF16.
 
     Args:
       config: shapes and limits.
-      mesh: a mesh of devices of one back end; on CPU all in this process.
+      mesh: a mesh of devices of one back end, all in this process: (virtual) CPU devices, or GPUs
+        with compute capability 9.0 that can access each other's memory.
       axis: the mesh axis that experts are spread over.
       token_axes: mesh axes that tokens are sharded over when the layer is called on global arrays;
         default all of them, in the mesh's order. They have to include `axis`.
@@ -102,7 +106,7 @@ class MegaMoE:
             "same tokens, each would be computed once per rank",
         )
         self.num_ranks = mesh.shape[axis]
-        self.backend = devices_backend(mesh.devices.flat[0].platform)
+        self.backend = self._buffer.backend
         self._site = _Site(config, self.backend, axis, self.num_ranks, self._buffer.key)
 
     def __repr__(self) -> str:
@@ -111,6 +115,13 @@ class MegaMoE:
     @property
     def buffer(self) -> SymmetricBuffer:
         return self._buffer
+
+    def check_failures(self) -> None:
+        """Raises `MegaMoERuntimeError` if a call on GPUs failed and nobody has been told of it.
+
+        See `jax_megamoe.check_failures`; it looks at the calls of all layers of the process.
+        """
+        check_failures()
 
     def close(self) -> None:
         """Gives up the symmetric buffers. Programs that call the layer fail from then on.
@@ -142,11 +153,18 @@ class MegaMoE:
             self._give_up_buffer()
 
     def shard(self, weights: ExpertWeights) -> ExpertWeights:
-        """Transforms all E experts to the back end's layout and places E/R on each rank."""
+        """Transforms all E experts to the back end's layout and places E/R on each rank.
+
+        Widths that are not multiples of 128 are padded with zeros, and stay so in whatever
+        `to_layout` makes of the result.
+        """
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
         weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+
         # Placed first, so that every device permutes its own experts only.
-        convert = functools.partial(weights_lib.to_layout, layout=self.backend)
+        def convert(weights):
+            return weights_lib.to_layout(pad_weights(weights, self.config), self._site.layout)
+
         spec = P(self.axis)
         return jax.shard_map(convert, mesh=self.mesh, in_specs=spec, out_specs=spec)(weights)
 
@@ -164,8 +182,9 @@ class MegaMoE:
 
         Args:
           x: [N, H] bfloat16, or a pair (codes [N, H] float8_e4m3fn or uint8, sf [N, H/32] uint8 or
-            float8_e8m0fnu) that is already quantised. N is a multiple of R', N/R' at most
-            config.max_tokens_per_rank.
+            float8_e8m0fnu) that is already quantised, with equal scales within each group of
+            config.activation_granularity (checked outside of jit, where values are known). N is a
+            multiple of R', N/R' at most config.max_tokens_per_rank.
           topk_idx: [N, K] int32 or int64 expert ids; -1 leaves a slot out.
           topk_weights: [N, K] float32, bfloat16 or float16 routing weights.
           weights: from `shard`.
@@ -180,6 +199,8 @@ class MegaMoE:
           MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit.
           jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of
             range, the buffers were closed, or (checked=True) an expert id is out of range.
+          MegaMoERuntimeError: the same on GPUs, where only the closed buffers are known in time;
+            see `check_failures`.
         """
         shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
         rows = x[0] if isinstance(x, tuple) else x
@@ -190,6 +211,8 @@ class MegaMoE:
             want=f"[N, {self.config.hidden}] with N a multiple of {shards} token shards",
             remedy="pad with rows and pass num_tokens, or call .local in a shard_map",
         )
+        if isinstance(x, tuple) and len(x) == 2:
+            quantize.check_group_scales(x[1], self.config.x_group, "x sf")
         if num_tokens is not None:
             check_array(
                 num_tokens, "num_tokens", (shards,), ("int32",), "one number per token shard"
@@ -249,6 +272,13 @@ class _Site(NamedTuple):
     axis: str
     num_ranks: int
     buffer_key: str
+
+    @property
+    def layout(self) -> str:
+        """Name of the weights' layout."""
+        if self.backend == "cpu":
+            return "cpu"
+        return "sm90_bf16" if self.config.activation_granularity == SF_GROUP else "sm90_fp8"
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
@@ -346,10 +376,10 @@ def _check_local(site: _Site, x, topk_idx, topk_weights, weights, num_tokens):
     check_array(topk_weights, "topk_weights", (rows, config.top_k), floats, "cast to float32")
     weights_lib.check_weights(weights, config, config.local_experts(ranks))
     check(
-        weights.layout == site.backend,
+        weights.layout == site.layout,
         "weights.layout",
         got=repr(weights.layout),
-        want=f"{site.backend!r}, the layout of this back end",
+        want=f"{site.layout!r}, the layout of this back end",
         remedy="call layer.shard(weights) once, outside the step",
     )
     if num_tokens is not None:
@@ -392,6 +422,7 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
     # Operands without elements say "BF16 x" and "all rows". They are cut out of x: constants would
     # be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs, and
     # the compiler of jaxlib 0.11.2 crashes on that.
+    x = pad_tokens(x, site.config)
     codes, sf = x if isinstance(x, tuple) else (x, x[:0, :0].astype(jnp.uint8))
     if num_tokens is None:
         num_tokens = codes[:0, 0].astype(jnp.int32)
@@ -403,18 +434,27 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
         jax.ShapeDtypeStruct((native.NUM_STATUS_WORDS,), jnp.int32),
     )
     if codes.shape[0] == 0:  # on every rank, as shapes are: XLA drops calls without elements
-        return tuple(jnp.zeros(r.shape, r.dtype) for r in results)
+        y, *stats = (jnp.zeros(r.shape, r.dtype) for r in results)
+        return y[:, : config.hidden], *stats
     limit = np.inf if config.activation.limit is None else config.activation.limit
+
+    granularity = granularity_number(config)
+    attributes: dict[str, Any] = {
+        "key": site.buffer_key,
+        "swiglu_limit": np.float32(limit),
+        "granularity": np.int32(granularity),
+        "timeout_s": np.float64(config.timeout_s),
+        "checked": config.checked,
+    }
+    if site.backend != "cpu":
+        # Part of the program, so that compiling the program compiles the kernel.
+        shape = moe_shape(config, site.num_ranks, site.backend)
+        tile = native.gpu_select_tile(shape, granularity, codes.shape[0])
+        attributes["tile"] = np.int32(tile)
 
     @jax.custom_batching.custom_vmap
     def call(*operands):
-        return jax.ffi.ffi_call(CPU_TARGET, results)(
-            *operands,
-            key=site.buffer_key,
-            swiglu_limit=np.float32(limit),
-            timeout_s=np.float64(config.timeout_s),
-            checked=config.checked,
-        )
+        return jax.ffi.ffi_call(TARGET, results)(*operands, **attributes)
 
     @call.def_vmap
     def refuse(*_):
@@ -425,7 +465,8 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
 
     ep_rank = lax.axis_index(site.axis).reshape(1)
     arrays = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf)
-    return call(codes, sf, topk_idx, topk_weights, num_tokens, ep_rank, *arrays)
+    y, *stats = call(codes, sf, topk_idx, topk_weights, num_tokens, ep_rank, *arrays)
+    return y[:, : config.hidden], *stats
 
 
 @functools.lru_cache(maxsize=128)

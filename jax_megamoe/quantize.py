@@ -14,6 +14,9 @@ block, E its biased FP32 exponent and M its 23 mantissa bits, the stored UE8M0 b
 and an element is ``round_to_nearest_even(x * 2^(127 - byte))``. An all-zero block has A = 0, hence
 byte 1 and zero codes: no special case.
 
+E4M3 also comes with one scale for 128 elements or for all of the last axis. The rule is the same,
+with A taken over all of them, and the byte is still stored once per 32 elements.
+
 Non-finite elements never change their neighbours. In E4M3 a NaN or an infinity becomes the code NaN
 (sign kept). E2M1 has no NaN, so the whole block gets the scale byte 255, which is UE8M0's NaN.
 """
@@ -26,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_megamoe.config import SF_GROUP
+from jax_megamoe.config import GRANULARITIES, SF_GROUP
 from jax_megamoe.errors import check
 
 E4M3_MAX = 448.0
@@ -84,6 +87,54 @@ def _block_amax(bits: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(magnitude < _EXP, magnitude, 0), axis=-1)
 
 
+def _over_groups(per_block, group, reduce):
+    """Reduces [..., K/32] over the blocks of each group, and repeats the result for each block."""
+    check(
+        type(group) in (int, str) and group in GRANULARITIES,
+        "group",
+        got=repr(group),
+        want=f"one of {GRANULARITIES}",
+        remedy="it is the number of elements that share one scale",
+    )
+    blocks = per_block.shape[-1]
+    size = blocks if group == "row" else group // SF_GROUP
+    if size <= 1 or blocks == 0:
+        return per_block
+    # The last group may be shorter: its last block again changes neither its maximum nor minimum.
+    padding = [(0, 0)] * (per_block.ndim - 1) + [(0, -blocks % size)]
+    groups = jnp.pad(per_block, padding, mode="edge")
+    groups = groups.reshape(*per_block.shape[:-1], -(-blocks // size), size)
+    return jnp.repeat(reduce(groups, axis=-1), size, axis=-1)[..., :blocks]
+
+
+def check_group_scales(sf: jax.Array, group: int | str, operand: str) -> None:
+    """Checks that the scales of quantised activations are equal within each group.
+
+    Args:
+      sf: [..., K/32] uint8 or float8_e8m0fnu. A tracer passes: its values cannot be looked at.
+      group: 32, 128 or "row", see `quantize_e4m3`.
+      operand: name for the message.
+
+    Raises:
+      MegaMoEError: two scales of a group differ.
+    """
+    if group == SF_GROUP or isinstance(sf, jax.core.Tracer) or sf.size == 0:
+        return
+    check(
+        bool(_group_scales_equal(jnp.asarray(sf), group)),
+        operand,
+        got=f"scale bytes that differ within a group of {group}",
+        want=f"equal bytes, as activation_granularity={group!r} says",
+        remedy=f"quantise with jax_megamoe.quantize.quantize_e4m3(x, {group!r})",
+    )
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _group_scales_equal(sf, group):
+    sf = as_bytes(sf)
+    return jnp.all(_over_groups(sf, group, jnp.max) == _over_groups(sf, group, jnp.min))
+
+
 def sf_e4m3(amax_bits: jax.Array) -> jax.Array:
     """UE8M0 byte (uint8) of an E4M3 block from the FP32 bits (uint32) of its amax."""
     return _sf(amax_bits, 8, 0x600000)
@@ -128,22 +179,23 @@ def _round_scaled(bits, sf, *, mantissa_bits, min_exponent, max_code):
     return jnp.where(magnitude == 0, 0, jnp.minimum(code, max_code))
 
 
-@jax.jit
-def quantize_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantises along the last axis to E4M3 with one UE8M0 scale per 32 elements.
+@functools.partial(jax.jit, static_argnames="group")
+def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array, jax.Array]:
+    """Quantises along the last axis to E4M3 with one UE8M0 scale per `group` elements.
 
     Args:
       x: [..., K] bfloat16, float16 or float32, K a multiple of 32.
+      group: 32, 128 (the last group may be shorter) or "row": all of the last axis.
 
     Returns:
       codes: [..., K] uint8, E4M3 bit patterns; bitcasting them to float8_e4m3fn is free.
-      sf: [..., K/32] uint8, UE8M0 bytes in [1, 254].
+      sf: [..., K/32] uint8, UE8M0 bytes in [1, 254]; equal within a group.
 
     Raises:
-      MegaMoEError: another dtype, or K not a multiple of 32.
+      MegaMoEError: another dtype, K not a multiple of 32, or another group.
     """
     bits = _f32_bits(_grouped(x))
-    sf = sf_e4m3(_block_amax(bits))
+    sf = sf_e4m3(_over_groups(_block_amax(bits), group, jnp.max))
     code = _round_scaled(bits, sf[..., None], mantissa_bits=3, min_exponent=-6, max_code=0x7E)
     code = jnp.where((bits & _ABS) >= _EXP, E4M3_NAN, code) | ((bits >> 24) & 0x80)
     return code.astype(jnp.uint8).reshape(x.shape), sf

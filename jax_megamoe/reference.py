@@ -25,6 +25,7 @@ from jax import lax
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
+from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
 
 #: Scale byte of rows that hold no token: the one of an all-zero block.
@@ -67,18 +68,23 @@ def worst_case_pool_rows(
     return rows // block_m * block_m
 
 
-def stage_input(x: jax.Array | tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def stage_input(
+    x: jax.Array | tuple[jax.Array, jax.Array], group: int | str = SF_GROUP
+) -> tuple[jax.Array, jax.Array]:
     """Quantises tokens, or passes on a pair that is quantised already.
 
     Args:
       x: [..., H] bfloat16, or ``(codes, sf)``: [..., H] uint8 or float8_e4m3fn and [..., H/32]
-        uint8 or float8_e8m0fnu.
+        uint8 or float8_e8m0fnu. The scales of a pair have to be equal within each group, which is
+        checked where their values are known: not under tracing.
+      group: elements that share one scale: 32, 128 or "row" (`MegaMoEConfig.x_group`).
 
     Returns:
       codes [..., H] uint8 and sf [..., H/32] uint8.
 
     Raises:
-      MegaMoEError: another dtype, or shapes of a pair that do not belong together.
+      MegaMoEError: another dtype, shapes of a pair that do not belong together, or scales of a pair
+        that differ within a group.
     """
     if isinstance(x, tuple):
         check(
@@ -95,6 +101,7 @@ def stage_input(x: jax.Array | tuple[jax.Array, jax.Array]) -> tuple[jax.Array, 
         check_array(codes, "x[0]", (*leading, hidden), ("uint8", "float8_e4m3fn"), remedy)
         sf_shape = (*leading, hidden // SF_GROUP)
         check_array(sf, "x[1]", sf_shape, ("uint8", "float8_e8m0fnu"), remedy)
+        quantize.check_group_scales(sf, group, "x[1]")
         return quantize.as_bytes(codes), quantize.as_bytes(sf)
     check(
         getattr(x, "dtype", None) == jnp.bfloat16,
@@ -106,7 +113,7 @@ def stage_input(x: jax.Array | tuple[jax.Array, jax.Array]) -> tuple[jax.Array, 
     if x.size == 0:  # no rows: blocks cannot be counted in an empty array
         blocks = (*x.shape[:-1], x.shape[-1] // SF_GROUP)
         return jnp.zeros(x.shape, jnp.uint8), jnp.zeros(blocks, jnp.uint8)
-    return quantize.quantize_e4m3(x)
+    return quantize.quantize_e4m3(x, group)
 
 
 def _routed_experts(topk_idx, config, num_tokens):
@@ -300,6 +307,19 @@ def linear1(dispatched: Dispatched, weights: ExpertWeights) -> jax.Array:
     return _by_blocks(acts, dispatched, weights.w13, weights.w13_sf, weights.w13.shape[1])
 
 
+@jax.custom_jvp
+def _silu(gate):
+    return gate / (1 + jnp.exp(-gate))
+
+
+@_silu.defjvp
+def _silu_jvp(primals, tangents):
+    # Of the formula above it would be infinity / infinity where exp overflows, from -89 on.
+    (gate,) = primals
+    sigmoid = jax.nn.sigmoid(gate)
+    return _silu(gate), tangents[0] * (sigmoid + gate * sigmoid * (1 - sigmoid))
+
+
 def activate(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation) -> jax.Array:
     """``silu(gate) * up * weight`` in FP32, clamped first if the activation has a limit.
 
@@ -316,24 +336,24 @@ def activate(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation
         limit = jnp.float32(activation.limit)
         gate = jnp.minimum(gate, limit)
         up = jnp.clip(up, -limit, limit)
-    silu = gate / (1 + jnp.exp(-gate))
-    return silu * up * topk_weights.astype(jnp.float32)[..., None]
+    return _silu(gate) * up * topk_weights.astype(jnp.float32)[..., None]
 
 
 def swiglu(
-    gate_up: jax.Array, topk_weights: jax.Array, activation: Activation
+    gate_up: jax.Array, topk_weights: jax.Array, activation: Activation, group: int = SF_GROUP
 ) -> tuple[jax.Array, jax.Array]:
-    """`activate`, then E4M3 codes with one UE8M0 scale per 32 channels.
+    """`activate`, then E4M3 codes with one UE8M0 scale per `group` channels.
 
     Args:
       gate_up: [..., 2I] float32, gate channels first.
       topk_weights: [...] float32.
       activation: see `config.Activation`.
+      group: 32 or 128 (`MegaMoEConfig.act_group`).
 
     Returns:
       codes [..., I] uint8 and sf [..., I/32] uint8.
     """
-    return quantize.quantize_e4m3(activate(gate_up, topk_weights, activation))
+    return quantize.quantize_e4m3(activate(gate_up, topk_weights, activation), group)
 
 
 def linear2(
@@ -406,7 +426,7 @@ def mega_moe(
       x: [R, T, H] bfloat16, or a quantised pair (see `stage_input`).
       topk_idx: [R, T, K] int32 or int64; see `dispatch`.
       topk_weights: [R, T, K] float.
-      weights: all E experts, any layout.
+      weights: all E experts, any layout, padded or not.
       config: shapes and activation.
       num_tokens: [R] int32 or None; see `dispatch`.
       block_m, max_pool_rows: see `dispatch`. They do not change the result.
@@ -418,7 +438,8 @@ def mega_moe(
       MegaMoEError: shapes or dtypes that do not agree.
     """
     check_weights(weights, config, config.num_experts)
-    codes, sf = stage_input(x)
+    weights = crop_weights(weights, config)
+    codes, sf = stage_input(x, config.x_group)
     dispatched = dispatch(
         codes,
         sf,
@@ -430,7 +451,7 @@ def mega_moe(
         max_pool_rows=max_pool_rows,
     )
     gate_up = linear1(dispatched, weights)
-    acts, acts_sf = swiglu(gate_up, dispatched.topk_weights, config.activation)
+    acts, acts_sf = swiglu(gate_up, dispatched.topk_weights, config.activation, config.act_group)
     rows = linear2(acts, acts_sf, dispatched, weights)
     return combine(rows, dispatched, codes.shape[1], config)
 
@@ -474,9 +495,9 @@ def dense_float64(
 _dequantize = jax.jit(quantize.dequantize_e4m3)
 
 
-@jax.jit
-def _round_to_e4m3(values):
-    return quantize.dequantize_e4m3(*quantize.quantize_e4m3(values))
+@functools.partial(jax.jit, static_argnames="group")
+def _round_to_e4m3(values, group):
+    return quantize.dequantize_e4m3(*quantize.quantize_e4m3(values, group))
 
 
 def staged_float64(
@@ -505,7 +526,8 @@ def staged_float64(
     """
 
     def round_to_e4m3(acts):
-        return np.asarray(_round_to_e4m3(acts.astype(np.float32))).astype(np.float64)
+        acts = _round_to_e4m3(acts.astype(np.float32), config.act_group)
+        return np.asarray(acts).astype(np.float64)
 
     return _float64(
         np.asarray(_dequantize(codes, sf)).astype(np.float64),

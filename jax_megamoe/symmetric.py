@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_megamoe._ffi import devices_backend, native, register_cpu
+from jax_megamoe._ffi import mesh_backend, native, register
+from jax_megamoe._headers import include_dir
+from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError, check
+from jax_megamoe.failures import raise_in_main_thread
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
 
 
@@ -31,19 +36,22 @@ class Region:
     reader: str
 
 
-def moe_shape(config: MegaMoEConfig, num_ranks: int) -> native.MoeShape:
+def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> native.MoeShape:
     """The native shape of `config` on `num_ranks` ranks; source of every derived size."""
     config.local_experts(num_ranks)
+    sizes = {
+        "num_ranks": num_ranks,
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "hidden": config.padded_hidden,
+        "intermediate": config.padded_intermediate,
+        "max_tokens": config.max_tokens_per_rank,
+        "ring_tokens": config.ring_tokens or 0,
+    }
     try:
-        return native.MoeShape.make(
-            num_ranks=num_ranks,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            hidden=config.hidden,
-            intermediate=config.intermediate,
-            max_tokens=config.max_tokens_per_rank,
-            ring_tokens=config.ring_tokens or 0,
-        )
+        if backend == "cpu":
+            return native.MoeShape.make(**sizes)
+        return native.gpu_shape(granularity=granularity_number(config), **sizes)
     except (ValueError, TypeError) as error:  # all but the padded number of rows is checked before
         raise MegaMoEError(
             f"jax_megamoe: config: got {config} on {num_ranks} ranks; expected ranks * "
@@ -52,15 +60,36 @@ def moe_shape(config: MegaMoEConfig, num_ranks: int) -> native.MoeShape:
         ) from error
 
 
-def buffer_regions(config: MegaMoEConfig, num_ranks: int) -> list[Region]:
+def granularity_number(config: MegaMoEConfig) -> int:
+    """The native module's number for config.activation_granularity: 32, 128, or 0 for rows."""
+    return 0 if config.x_group == "row" else int(config.x_group)
+
+
+def buffer_regions(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> list[Region]:
     """The regions of one rank's buffer, in order, without allocating anything."""
-    rows = native.workspace_regions(moe_shape(config, num_ranks))
+    rows = native.workspace_regions(moe_shape(config, num_ranks, backend))
     return [Region(**{**row, "shape": _trim(row["shape"])}) for row in rows]
 
 
-def buffer_bytes(config: MegaMoEConfig, num_ranks: int) -> int:
-    """Bytes of one rank's symmetric buffer."""
-    return moe_shape(config, num_ranks).num_bytes
+def buffer_bytes(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> int:
+    """Bytes of one rank's symmetric buffer on a back end, "cpu" or "sm_90a"."""
+    return moe_shape(config, num_ranks, backend).num_bytes
+
+
+def region_array(shape: native.MoeShape, region: str, read: Callable[[], bytes]) -> np.ndarray:
+    """The bytes that `read` returns as an array of the region's shape; see SymmetricBuffer.read."""
+    rows = {row["name"]: row for row in native.workspace_regions(shape)}
+    check(
+        region in rows,
+        "region",
+        got=repr(region),
+        want=f"one of {sorted(rows)}",
+        remedy="`python -m jax_megamoe info` prints the table",
+    )
+    dtypes = {"u64": "u8", "u32": "u4", "2xu32": "u4", "i32": "i4", "f32": "f4", "bf16": "u2"}
+    row = rows[region]
+    array = np.frombuffer(read(), np.dtype("<" + dtypes.get(row["dtype"], "u1")))
+    return array.reshape(_trim(row["shape"]) + ((2,) if row["dtype"] == "2xu32" else ()))
 
 
 def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,7 +120,8 @@ class SymmetricBuffer:
 
     One buffer serves every layer with the same shape on the same (mesh, axis): `acquire` returns
     the existing one and counts its users, `release` frees the memory when the last user is gone. On
-    CPU a buffer is ordinary process memory, one region table per virtual device.
+    CPU a buffer is ordinary process memory, one region table per virtual device. On GPUs every rank
+    has its part in the memory of its GPU, and the others read and write it through NVLink or PCIe.
 
     Attributes:
       key: stable name of (shape, mesh, axis). Programs carry it instead of an address.
@@ -104,22 +134,40 @@ class SymmetricBuffer:
     _lock = threading.RLock()
     _open: dict[str, SymmetricBuffer] = {}  # noqa: RUF012
 
-    def __init__(self, key: str, shape: native.MoeShape, groups: list[list[int]]):
+    def __init__(
+        self, key: str, shape: native.MoeShape, groups: list[list[int]], backend: str, config
+    ):
         self.key = key
+        self.backend = backend
         self.num_ranks = shape.num_ranks
         self.num_groups = len(groups)
         self.num_bytes = shape.num_bytes
-        self.workers_per_rank = _workers_per_rank(self.num_ranks * self.num_groups)
         self._users = 0
         self._shape = shape
+        if backend == "cpu":
+            self.workers_per_rank = _workers_per_rank(self.num_ranks * self.num_groups)
+            create = functools.partial(
+                native.create_buffer, key, shape, groups, self.workers_per_rank
+            )
+        else:
+            self.workers_per_rank = 0
+            granularity = granularity_number(config)
+            headers = str(include_dir())
+            create = functools.partial(
+                native.create_gpu_buffer, key, shape, granularity, groups, headers, nvrtc_path()
+            )
         try:
-            native.create_buffer(key, shape, groups, self.workers_per_rank)
+            create()
         except MemoryError as error:
+            reason = f" ({error})" if str(error) else ""
             raise MemoryError(
                 f"jax_megamoe: symmetric buffer {key}: {self.num_bytes} bytes on each of "
-                f"{self.num_ranks * self.num_groups} ranks are not to be had. Lower "
+                f"{self.num_ranks * self.num_groups} ranks are not to be had{reason}. Lower "
                 "max_tokens_per_rank or ring_tokens."
             ) from error
+        except RuntimeError as error:
+            # What the native module found out about GPUs, their links and their driver.
+            raise MegaMoEError(str(error)) from error
 
     @classmethod
     def acquire(cls, config: MegaMoEConfig, mesh: Mesh, axis: str) -> SymmetricBuffer:
@@ -127,18 +175,22 @@ class SymmetricBuffer:
 
         Raises:
           MegaMoEError: `axis` is not an axis of `mesh`, the mesh spans several processes or has
-            devices without a back end, or num_experts is not a multiple of the axis size.
+            devices without a back end or of two back ends, num_experts is not a multiple of the
+            axis size, or GPUs have no direct link to each other.
           MemoryError: not enough memory.
         """
-        groups = _device_groups(mesh, axis)
-        shape = moe_shape(config, len(groups[0]))
-        key = _buffer_key(shape, groups)
-        register_cpu()
-        warn_if_short_of_threads(mesh.devices.size)
+        groups, backend = _device_groups(mesh, axis)
+        shape = moe_shape(config, len(groups[0]), backend)
+        key = _buffer_key(shape, groups, backend, granularity_number(config))
+        register(backend)
+        if backend == "cpu":
+            warn_if_short_of_threads(mesh.devices.size)
+        else:
+            raise_in_main_thread()
         with cls._lock:
             buffer = cls._open.get(key)
             if buffer is None:
-                buffer = cls._open[key] = cls(key, shape, groups)
+                buffer = cls._open[key] = cls(key, shape, groups, backend, config)
             buffer._users += 1
             return buffer
 
@@ -164,38 +216,31 @@ class SymmetricBuffer:
           An array of the region's shape. FP8 codes and scales come as uint8, BF16 as uint16;
           token_src_metadata as uint32 pairs (source rank, token * top_k + slot).
         """
-        rows = {row["name"]: row for row in native.workspace_regions(self._shape)}
-        check(
-            region in rows,
-            "region",
-            got=repr(region),
-            want=f"one of {sorted(rows)}",
-            remedy="`python -m jax_megamoe info` prints the table",
+        return region_array(
+            self._shape, region, lambda: native.read_region(self.key, group, rank, region)
         )
-        dtypes = {"u64": "u8", "u32": "u4", "2xu32": "u4", "i32": "i4", "f32": "f4", "bf16": "u2"}
-        row = rows[region]
-        raw = native.read_region(self.key, group, rank, region)
-        array = np.frombuffer(raw, np.dtype("<" + dtypes.get(row["dtype"], "u1")))
-        shape = _trim(row["shape"]) + ((2,) if row["dtype"] == "2xu32" else ())
-        return array.reshape(shape)
 
     def poison(self) -> None:
         """Overwrites all data regions with 0xFF bytes; no result may depend on what they held."""
         native.poison_buffer(self.key)
 
     def lose_next_signal(self, region: str, rank: int, group: int = 0) -> None:
-        """Deliberate fault: the next signal from `rank` to a counter of `region` is not sent."""
+        """Deliberate fault: the next signal from `rank` to a counter of `region` is not sent.
+
+        On GPUs: in the next launch of the rank's kernel; a CUDA graph does not notice.
+        """
         native.arm_fault(self.key, group, region, rank)
 
 
 @atexit.register
 def _release_all() -> None:
+    native.shut_down_gpu()  # a kernel that waits for a rank must not hold up the end
     for key in native.buffer_keys():
         native.release_buffer(key)
 
 
-def _device_groups(mesh: Mesh, axis: str) -> list[list[int]]:
-    """groups[g][r]: ordinal of the device that is rank r of expert-parallel group g."""
+def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
+    """(groups, backend); groups[g][r]: ordinal of the device that is rank r of group g."""
     check(
         isinstance(mesh, Mesh),
         "mesh",
@@ -211,26 +256,30 @@ def _device_groups(mesh: Mesh, axis: str) -> list[list[int]]:
         remedy="name the axis that experts are spread over",
     )
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
-    for platform in sorted({device.platform for device in devices.flat}):
-        devices_backend(platform)
+    backend = mesh_backend(mesh)
     processes = {device.process_index for device in devices.flat}
     check(
         len(processes) == 1,
         "mesh",
         got=f"devices of {len(processes)} processes",
         want="devices of one process",
-        remedy="the CPU back end shares memory within a process; use virtual devices",
+        remedy="ranks share memory within a process; use virtual CPU devices, or one process for "
+        "all GPUs of the host",
     )
     groups = devices.reshape(-1, devices.shape[-1])
-    return [[device.local_hardware_id for device in group] for group in groups]
+    return [[device.local_hardware_id for device in group] for group in groups], backend
 
 
-def _buffer_key(shape: native.MoeShape, groups: list[list[int]]) -> str:
+def _buffer_key(
+    shape: native.MoeShape, groups: list[list[int]], backend: str, granularity: int
+) -> str:
     fields = ("num_ranks", "num_experts", "top_k", "hidden", "intermediate", "max_tokens")
     sizes = {name: getattr(shape, name) for name in (*fields, "block_m", "ring_blocks")}
-    identity = json.dumps([sizes, groups], sort_keys=True)
+    # On CPU all granularities share a buffer; on GPUs it also belongs to kernels.
+    kind = [] if backend == "cpu" else [backend, granularity]
+    identity = json.dumps([sizes, groups, *kind], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return (
-        f"moe-r{shape.num_ranks}-e{shape.num_experts}-k{shape.top_k}-h{shape.hidden}"
-        f"-i{shape.intermediate}-t{shape.max_tokens}-{digest}"
+        f"moe-{'' if backend == 'cpu' else backend + '-'}r{shape.num_ranks}-e{shape.num_experts}"
+        f"-k{shape.top_k}-h{shape.hidden}-i{shape.intermediate}-t{shape.max_tokens}-{digest}"
     )

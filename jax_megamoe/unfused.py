@@ -41,8 +41,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import quantize, reference
-from jax_megamoe.config import Activation, MegaMoEConfig
+from jax_megamoe.config import BLOCK_N, SF_GROUP, Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
+from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, dequantize_stacked
 
 TRANSPORTS = ("all_to_all", "all_gather", "ragged_all_to_all")
@@ -69,7 +70,7 @@ def widen_weights(weights: ExpertWeights) -> WideWeights:
 def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int) -> WideWeights:
     if not isinstance(weights, WideWeights):
         check_weights(weights, config, num_experts)
-        return widen_weights(weights)
+        return widen_weights(crop_weights(weights, config))
     hidden, intermediate = config.hidden, config.intermediate
     remedy = "build them with jax_megamoe.unfused.widen_weights"
     shape = (num_experts, 2 * intermediate, hidden)
@@ -134,21 +135,26 @@ def _has_mosaic():
     return importlib.util.find_spec("absl") is not None
 
 
-def choose(transport: str, gemm: str, differentiable: bool = False) -> tuple[str, str]:
+def choose(
+    transport: str, gemm: str, differentiable: bool = False, config: MegaMoEConfig | None = None
+) -> tuple[str, str]:
     """Resolves ``"auto"`` for the mesh being traced, and refuses what cannot run there.
 
     Args:
       transport: "auto" or one of `TRANSPORTS`.
       gemm: "auto" or one of `GEMMS`.
       differentiable: whether reverse-mode differentiation has to work.
+      config: shapes, or None for such as every gemm takes.
 
     Returns:
       (transport, gemm), both named.
 
     Raises:
       MegaMoEError: an unknown name, the ragged transport on CPU, the Mosaic kernel on anything but
-        Hopper, or either of them in a differentiable layer.
+        Hopper or with widths that are not whole tiles, or either of them in a differentiable layer.
     """
+    widths = () if config is None else (config.hidden, config.intermediate)
+    whole_tiles = all(width % BLOCK_N == 0 for width in widths)
     for operand, name, names in (("transport", transport, TRANSPORTS), ("gemm", gemm, GEMMS)):
         check(
             name == "auto" or name in names,
@@ -166,13 +172,21 @@ def choose(transport: str, gemm: str, differentiable: bool = False) -> tuple[str
         if platform == "cpu" or differentiable:
             gemm = "blocked"
         else:
-            gemm = "mosaic" if _is_hopper(device_kind) and _has_mosaic() else "ragged_dot"
+            mosaic = _is_hopper(device_kind) and _has_mosaic() and whole_tiles
+            gemm = "mosaic" if mosaic else "ragged_dot"
     check(
         transport != "ragged_all_to_all" or platform != "cpu",
         "transport",
         got="'ragged_all_to_all' on CPU",
         want="'all_to_all' or 'all_gather'",
         remedy="XLA:CPU does not implement ragged_all_to_all",
+    )
+    check(
+        gemm != "mosaic" or whole_tiles,
+        "gemm",
+        got=f"'mosaic' with hidden, intermediate = {widths}",
+        want="'blocked' or 'ragged_dot'",
+        remedy=f"the kernel computes whole tiles of {BLOCK_N}; 'auto' picks another one",
     )
     check(
         gemm != "mosaic" or _is_hopper(device_kind),
@@ -198,16 +212,16 @@ def choose(transport: str, gemm: str, differentiable: bool = False) -> tuple[str
     return transport, gemm
 
 
-@jax.custom_jvp
-def _round_to_e4m3(x):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _round_to_e4m3(x, group):
     """BF16 values of x after quantisation; the derivative is that of the identity."""
-    return quantize.dequantize_e4m3(*quantize.quantize_e4m3(x), jnp.bfloat16)
+    return quantize.dequantize_e4m3(*quantize.quantize_e4m3(x, group), jnp.bfloat16)
 
 
 @_round_to_e4m3.defjvp
-def _round_to_e4m3_jvp(primals, tangents):
+def _round_to_e4m3_jvp(group, primals, tangents):
     # Straight-through: the true derivative of a rounding is zero almost everywhere.
-    return _round_to_e4m3(*primals), tangents[0].astype(jnp.bfloat16)
+    return _round_to_e4m3(*primals, group), tangents[0].astype(jnp.bfloat16)
 
 
 def _values(rows):
@@ -440,18 +454,21 @@ def linear1(pool: Pool, w13: jax.Array, *, gemm: str, block_rows: int) -> jax.Ar
     return grouped_product(_values(pool.rows), w13, pool, gemm=gemm, block_rows=block_rows)
 
 
-def swiglu(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation) -> jax.Array:
-    """SwiGLU times routing weight in FP32, rounded to E4M3 with one scale per 32 channels.
+def swiglu(
+    gate_up: jax.Array, topk_weights: jax.Array, activation: Activation, group: int = SF_GROUP
+) -> jax.Array:
+    """SwiGLU times routing weight in FP32, rounded to E4M3 with one scale per `group` channels.
 
     Args:
       gate_up: [P, 2I] float32.
       topk_weights: [P] float32.
       activation: see `config.Activation`.
+      group: 32 or 128 (`MegaMoEConfig.act_group`).
 
     Returns:
       [P, I] bfloat16, the values of the codes.
     """
-    return _round_to_e4m3(reference.activate(gate_up, topk_weights, activation))
+    return _round_to_e4m3(reference.activate(gate_up, topk_weights, activation), group)
 
 
 def linear2(acts: jax.Array, pool: Pool, w2: jax.Array, *, gemm: str, block_rows: int) -> jax.Array:
@@ -561,13 +578,13 @@ def local(
     """
     num_ranks = lax.axis_size(axis)
     wide = _wide_weights(weights, config, config.local_experts(num_ranks))
-    transport, gemm = choose(transport, gemm, differentiable)
+    transport, gemm = choose(transport, gemm, differentiable, config)
     straight_through = differentiable and not isinstance(x, tuple)
     if differentiable and not isinstance(x, tuple):
         check_array(x, "x", ("T", config.hidden), ("bfloat16",), "cast activations to bfloat16")
         tokens = x.shape[0]
     else:
-        rows = reference.stage_input(x)
+        rows = reference.stage_input(x, config.x_group)
         remedy = "x is [tokens, hidden] on each device"
         check_array(rows[0], "x", ("T", config.hidden), ("uint8",), remedy)
         tokens = rows[0].shape[0]
@@ -577,7 +594,7 @@ def local(
     if tokens == 0:  # T is the same on every rank, so no rank waits for another
         return jnp.zeros((0, config.hidden), jnp.bfloat16)
     if differentiable:
-        rows = _round_to_e4m3(x) if straight_through else _values(rows)
+        rows = _round_to_e4m3(x, config.x_group) if straight_through else _values(rows)
     if num_tokens is not None:
         num_tokens = jnp.asarray(num_tokens).reshape(())
 
@@ -594,7 +611,7 @@ def local(
         block_rows=tile if gemm == "blocked" else 1,
     )
     gate_up = linear1(pool, wide.w13, gemm=gemm, block_rows=tile)
-    acts = swiglu(gate_up, pool.topk_weights, config.activation)
+    acts = swiglu(gate_up, pool.topk_weights, config.activation, config.act_group)
     returned = linear2(acts, pool, wide.w2, gemm=gemm, block_rows=tile)
     return combine(returned, pool, config, axis=axis, transport=transport)
 
@@ -653,6 +670,8 @@ def mega_moe(
             differentiable=differentiable,
         )
 
+    if isinstance(x, tuple) and len(x) == 2:  # within shard_map values cannot be looked at
+        quantize.check_group_scales(x[1], config.x_group, "x[1]")
     operands = (x, topk_idx, topk_weights, weights, num_tokens)
     if AxisType.Explicit in mesh.axis_types:
         # Explicit axes make shard_map insist on operands that are sharded as in_specs says.

@@ -1,8 +1,15 @@
 """Expert weights: one canonical layout, one layout per back end, an exact inverse for each.
 
 Canonical is what checkpoints hold: K (the contracted axis) is contiguous and packed two E2M1 codes
-a byte, linear 1's rows are all gate rows, then all up rows. A back end's layout is a permutation of
-the same bytes, so `to_layout` loses nothing and ``to_layout(w, "canonical")`` undoes it.
+a byte, linear 1's rows are all gate rows, then all up rows. ``to_layout(w, "canonical")`` undoes a
+back end's layout.
+
+* "cpu" is a permutation of the same bytes.
+* "sm90_fp8" and "sm90_bf16" permute the codes, and split the scales of a row into the row's largest
+  one, the base, and how many binades each group lies below it. This is exact too, with one
+  exception: a group of zeros has no scale there, and comes back with scale byte 1, as
+  `quantize.quantize_e2m1` writes it. What has no place in such a layout is refused by
+  `check_foldable`.
 """
 
 from __future__ import annotations
@@ -23,6 +30,16 @@ INTERLEAVE = 8
 #: Rows of one CPU panel: 8 gate and 8 up rows of linear 1, 16 rows of linear 2.
 CPU_PANEL = 16
 
+#: Rows and K of one chunk of the GPU layouts: contiguous, and fetched as one copy.
+GPU_CHUNK = 128
+#: GPU layout -> bits of a group's exponent code.
+_EXPONENT_BITS = {"sm90_fp8": 4, "sm90_bf16": 8}
+#: GPU layout -> most binades that a group's scale can lie below the largest scale of its row.
+#: sm90_fp8: 2^(6 - d) times an E2M1 value is an E4M3 value for d up to 14; the code 15 says zeros.
+#: sm90_bf16: 2^(126 - d) is a normal BF16 number for d up to 252; the code 0 says zeros. (The value
+#: itself is kept exactly for d up to 132, and below that to 2^-130 of the row's scale.)
+MAX_SPREAD = {"sm90_fp8": 14, "sm90_bf16": 252}
+
 _BYTES = ("uint8",)
 
 
@@ -40,7 +57,11 @@ class ExpertWeights:
       w13_sf: [E, 2I, H/32] UE8M0 bytes.
       w2: [E, H, I/2] packed E2M1.
       w2_sf: [E, H, I/32] UE8M0 bytes.
-      layout: "canonical" or the name of a back end's layout ("cpu"). Static: part of the treedef.
+      layout: "canonical" or the name of a back end's layout, one of `LAYOUTS`. Static: part of the
+        treedef.
+
+    In the GPU layouts w13 is [E, 2I/128, H/128, C] and w2 [E, H/128, I/128, C] with C =
+    `gpu_chunk_bytes`, w13_sf is [E, 2I] and w2_sf [E, H].
     """
 
     w13: jax.Array
@@ -156,16 +177,216 @@ def _cpu_to_canonical(w: ExpertWeights) -> ExpertWeights:
     )
 
 
+# GPU layouts -------------------------------------------------------------------------------------
+#
+# Weights are wgmma's A operand, from registers. One 32-bit word holds the 8 codes that a thread
+# widens into the registers of one row and one group of 32, in the bits where widening them costs
+# the fewest instructions. A chunk is 128 rows x 128 of K: the codes of its two 64-row blocks, 4096
+# bytes each, then their exponent codes.
+#
+# Rows split into (chunk, block 2, warp 4, half 2, g 8), K into (chunk, pair of groups 2, group of
+# the pair 2, then the 32 of a group as below). Within a block a word stands at
+# [pair of groups][warp][g][q][group of the pair][half]; thread 32 * warp + 4 * g + q has it.
+
+
+def gpu_chunk_bytes(layout: str) -> int:
+    """Bytes of one chunk of a GPU layout: FP4 codes, then one exponent code for each group."""
+    codes = GPU_CHUNK * GPU_CHUNK // 2
+    return codes + GPU_CHUNK * (GPU_CHUNK // SF_GROUP) * _EXPONENT_BITS[layout] // 8
+
+
+# How the 32 of a group split, slowest first: q is the thread, the other two number the codes of a
+# word.
+_GROUP_AXES = {
+    "sm90_fp8": {"k half": 2, "q": 4, "t": 4},  # code 4 * half + t: k = 16 * half + 4 * q + t
+    "sm90_bf16": {"p": 4, "q": 4, "k half": 2},  # code 2 * p + half: k = 8 * p + 2 * q + half
+}
+
+
+def word_bits(layout: str) -> list[list[int]]:
+    """[8][4]: the bit of a 32-bit word that holds bit b of code c; b = 3 is the sign.
+
+    sm90_fp8: the magnitude of code t = 0..3 is nibble t, that of code 4 + t nibble 4 + t: they are
+    the selectors of two byte permutes, which look E4M3 bytes up. Signs fill the bits between, where
+    a mask of 0x80808080, after a shift by 4 for the second four, finds them.
+
+    sm90_bf16: rotated left by 2, 6, 12 for the pairs p = 0..2 and masked by 0x81C081C0, the word is
+    two BF16 numbers 2^-126 times the values: sign at bit 15, exponent at 8 and 7, mantissa at 6.
+    Pair 3 takes what is left: a rotation by 8, but the upper exponent bits are in place.
+    """
+    if layout == "sm90_fp8":
+        return [
+            [4 * code, 4 * code + 1, 4 * code + 2, 8 * (code % 4) + (7 if code < 4 else 3)]
+            for code in range(8)
+        ]
+    bits = []
+    for code in range(8):
+        pair, half = divmod(code, 2)
+        targets = [16 * half + bit for bit in (6, 7, 8, 15)]
+        rotation = (2, 6, 12, 8)[pair]
+        in_place = pair == 3
+        bits.append(
+            [
+                target if in_place and b == 2 else (target - rotation) % 32
+                for b, target in enumerate(targets)
+            ]
+        )
+    return bits
+
+
+def _fold_scales(packed, sf, layout):
+    """One expert's [N, K/2] codes, [N, K/32] scales -> bases [N], exponent codes [N, K/32].
+
+    A row that cannot be folded gets base 255, so that its results are NaN and not wrong.
+    """
+    nonzero = _nonzero_groups(packed)
+    base = jnp.max(jnp.where(nonzero, sf, 0), axis=-1, keepdims=True)
+    base = jnp.where(jnp.any(nonzero, axis=-1, keepdims=True), base, jnp.uint8(1))
+    below = jnp.where(nonzero, base - sf, 0)
+    bad = jnp.any((sf == quantize.UE8M0_NAN) | (below > MAX_SPREAD[layout]), axis=-1, keepdims=True)
+    if layout == "sm90_fp8":
+        exponents = jnp.where(nonzero, below, jnp.uint8(15))
+        exponents = jnp.where(bad, jnp.uint8(0), exponents)
+    else:
+        exponents = jnp.where(nonzero, 253 - below, jnp.uint8(0))
+        exponents = jnp.where(bad, jnp.uint8(253), exponents)
+    return jnp.where(bad, jnp.uint8(quantize.UE8M0_NAN), base)[:, 0], exponents
+
+
+def _unfold_scales(base, exponents, layout):
+    """The inverse of `_fold_scales`."""
+    if layout == "sm90_fp8":
+        zeros, below = exponents == 15, exponents
+    else:
+        zeros, below = exponents == 0, 253 - exponents
+    base = base[:, None]
+    sf = jnp.where(zeros, jnp.uint8(1), base - below)
+    return jnp.where(base == quantize.UE8M0_NAN, base, sf)
+
+
+def _nonzero_groups(packed):  # [..., K/2] -> bool [..., K/32]; -0 is a zero
+    groups = packed.reshape(*packed.shape[:-1], -1, SF_GROUP // 2)
+    return jnp.any((groups & 0x77) != 0, axis=-1)
+
+
+# Axes of a matrix, split as above, with their sizes, and their order in memory.
+_CODE_ORDER = ("rows", "columns", "block", "pair", "warp", "g", "q", "group", "half")
+_EXPONENT_ORDER = ("rows", "columns", "block", "warp", "g", "half", "j")
+
+
+def _row_axes(rows):
+    return {"rows": rows, "block": 2, "warp": 4, "half": 2, "g": 8}
+
+
+def _code_axes(layout, rows, columns):
+    """(axes of a matrix of codes, the order of a chunk: the codes of a word come last)."""
+    inner = _GROUP_AXES[layout]
+    axes = _row_axes(rows) | {"columns": columns, "pair": 2, "group": 2} | inner
+    return axes, (*_CODE_ORDER, *(name for name in inner if name != "q"))
+
+
+def _exponent_axes(rows, columns):
+    """The same of a matrix with one exponent code per group."""
+    return _row_axes(rows) | {"columns": columns, "j": GPU_CHUNK // SF_GROUP}, _EXPONENT_ORDER
+
+
+def _permute(array, axes, order):
+    """Splits a matrix into `axes`, name -> size, and puts them into `order`."""
+    return array.reshape(tuple(axes.values())).transpose([list(axes).index(n) for n in order])
+
+
+def _permute_back(array, axes, order):
+    """The inverse of `_permute`, up to the shape."""
+    return array.reshape([axes[name] for name in order]).transpose([order.index(n) for n in axes])
+
+
+def _pack_matrix(packed, sf, layout):
+    """One expert's [N, K/2] codes, [N, K/32] scales -> (chunks [N/128, K/128, C], bases [N])."""
+    rows, columns = packed.shape[0] // GPU_CHUNK, 2 * packed.shape[1] // GPU_CHUNK
+
+    codes = _permute(quantize.unpack_e2m1(packed), *_code_axes(layout, rows, columns))
+    codes = codes.reshape(rows, columns, -1, 8)
+    words = jnp.zeros(codes.shape[:-1], jnp.uint32)
+    for code, positions in enumerate(word_bits(layout)):
+        for bit, position in enumerate(positions):
+            value = (codes[..., code] >> bit) & 1
+            words |= value.astype(jnp.uint32) << position
+    code_bytes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(rows, columns, -1)
+
+    base, exponents = _fold_scales(packed, sf, layout)
+    exponents = _permute(exponents, *_exponent_axes(rows, columns)).reshape(rows, columns, -1)
+    if layout == "sm90_fp8":
+        exponents = quantize.pack_e2m1(exponents)  # two codes of 4 bits a byte, the first one low
+    return jnp.concatenate([code_bytes, exponents], axis=-1), base
+
+
+def _unpack_matrix(chunks, base, layout):
+    """The inverse of `_pack_matrix`."""
+    rows, columns, _ = chunks.shape
+    code_bytes, exponents = jnp.split(chunks, [GPU_CHUNK * GPU_CHUNK // 2], axis=-1)
+
+    words = jax.lax.bitcast_convert_type(code_bytes.reshape(rows, columns, -1, 4), jnp.uint32)
+    codes = []
+    for positions in word_bits(layout):
+        bits = [((words >> position) & 1) << bit for bit, position in enumerate(positions)]
+        codes.append(functools.reduce(jnp.bitwise_or, bits).astype(jnp.uint8))
+    ordered = _permute_back(jnp.stack(codes, axis=-1), *_code_axes(layout, rows, columns))
+    packed = quantize.pack_e2m1(ordered.reshape(rows * GPU_CHUNK, columns * GPU_CHUNK))
+
+    if layout == "sm90_fp8":
+        exponents = quantize.unpack_e2m1(exponents)
+    exponents = _permute_back(exponents, *_exponent_axes(rows, columns))
+    return packed, _unfold_scales(base, exponents.reshape(rows * GPU_CHUNK, -1), layout)
+
+
+def _canonical_to_gpu(layout: str, w: ExpertWeights) -> ExpertWeights:
+    def convert(expert):  # one at a time: a code takes a word on its way
+        w13, w13_sf, w2, w2_sf = expert
+        w13, w13_sf = interleave_gate_up(w13[None])[0], interleave_gate_up(w13_sf[None])[0]
+        return *_pack_matrix(w13, w13_sf, layout), *_pack_matrix(w2, w2_sf, layout)
+
+    w13, w13_sf, w2, w2_sf = jax.lax.map(convert, (w.w13, w.w13_sf, w.w2, w.w2_sf))
+    return ExpertWeights(w13, w13_sf, w2, w2_sf, layout)
+
+
+def _gpu_to_canonical(layout: str, w: ExpertWeights) -> ExpertWeights:
+    def convert(expert):
+        w13, w13_sf, w2, w2_sf = expert
+        w13, w13_sf = (
+            deinterleave_gate_up(rows[None])[0] for rows in _unpack_matrix(w13, w13_sf, layout)
+        )
+        return w13, w13_sf, *_unpack_matrix(w2, w2_sf, layout)
+
+    w13, w13_sf, w2, w2_sf = jax.lax.map(convert, (w.w13, w.w13_sf, w.w2, w.w2_sf))
+    return ExpertWeights(w13, w13_sf, w2, w2_sf, "canonical")
+
+
+def _gpu_layout(layout: str):
+    return functools.partial(_canonical_to_gpu, layout), functools.partial(
+        _gpu_to_canonical, layout
+    )
+
+
 # layout -> (from canonical, to canonical). A back end adds one row here and its shapes below.
 _LAYOUTS = {
     "canonical": (lambda w: w, lambda w: w),
     "cpu": (_canonical_to_cpu, _cpu_to_canonical),
+    "sm90_fp8": _gpu_layout("sm90_fp8"),
+    "sm90_bf16": _gpu_layout("sm90_bf16"),
 }
 LAYOUTS = tuple(_LAYOUTS)
 
 
 def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
-    """Permutes the bytes of `weights` into another layout; exact, jit-able, any layout to any."""
+    """`weights` in another layout; exact, jit-able, any layout to any.
+
+    "sm90_fp8" and "sm90_bf16" have no place for the scale of a group of zeros: coming back, its
+    byte is 1.
+
+    Raises:
+      MegaMoEError: an unknown layout, or weights that `check_foldable` refuses. Under tracing their
+        values cannot be looked at: the rows in question come out as NaN.
+    """
     for name in (weights.layout, layout):
         check(
             name in _LAYOUTS,
@@ -176,6 +397,7 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
         )
     if weights.layout == layout:
         return weights
+    check_foldable(weights, layout)
     return _convert(weights, layout)
 
 
@@ -184,8 +406,73 @@ def _convert(weights: ExpertWeights, layout: str) -> ExpertWeights:
     return _LAYOUTS[layout][0](_LAYOUTS[weights.layout][1](weights))
 
 
+def check_foldable(weights: ExpertWeights, layout: str) -> None:
+    """Checks that the scales of `weights` can be written in `layout`, which only some limit.
+
+    A GPU layout keeps one scale per row and, for each group of 32, how many binades below it the
+    group is: at most `MAX_SPREAD`. Groups of zeros do not count. Tracers are not looked at.
+
+    Args:
+      weights: concrete arrays of any layout, sharded or not.
+      layout: where they are to go.
+
+    Raises:
+      MegaMoEError: a NaN scale (byte 255), or a row whose scales are too far apart; it names
+        tensor, expert, row and spread.
+    """
+    if layout not in MAX_SPREAD or any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)
+    ):
+        return
+    spreads = _spreads(weights)
+    limit = MAX_SPREAD[layout]
+    remedy = "look at the source of these weights"
+    if layout == "sm90_fp8":
+        remedy = "use activation_granularity=32, whose layout has no such limit"
+    for name, spread in zip(("w13", "w2"), map(np.asarray, spreads), strict=True):
+        if (spread <= limit).all():
+            continue
+        expert, row = np.unravel_index(np.argmax(spread), spread.shape)
+        half = spread.shape[1] // 2
+        kind = "row" if name == "w2" else "gate row" if row < half else "up row"
+        operand = f"weights.{name}, expert {expert}, {kind} {row % half if name == 'w13' else row}"
+        check(
+            spread[expert, row] != quantize.UE8M0_NAN,
+            operand,
+            got=f"scale byte {quantize.UE8M0_NAN}, a NaN",
+            want="finite scales",
+            remedy="look at the source of these weights",
+        )
+        check(
+            False,
+            operand,
+            got=f"groups of 32 whose scales are up to a factor of 2^{spread[expert, row]} apart "
+            f"({np.count_nonzero(spread > limit)} of {spread.size} rows are too wide)",
+            want=f"at most 2^{limit} within a row for layout {layout!r}",
+            remedy=remedy,
+        )
+
+
+@jax.jit
+def _spreads(weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
+    """(w13 [E, 2I], w2 [E, H]) uint8: binades between a row's scales; 255 if one is NaN."""
+
+    def spread(packed, sf):
+        nonzero = _nonzero_groups(packed)
+        largest = jnp.max(jnp.where(nonzero, sf, 0), axis=-1)
+        smallest = jnp.min(jnp.where(nonzero, sf, 255), axis=-1)
+        difference = jnp.where(jnp.any(nonzero, axis=-1), largest - smallest, 0)
+        return jnp.where(jnp.any(sf == quantize.UE8M0_NAN, axis=-1), jnp.uint8(255), difference)
+
+    w = _LAYOUTS[weights.layout][1](weights)
+    return spread(w.w13, w.w13_sf), spread(w.w2, w.w2_sf)
+
+
 def check_weights(weights: ExpertWeights, config: MegaMoEConfig, num_experts: int) -> None:
-    """Checks type, layout, shapes and dtypes of `num_experts` experts against `config`."""
+    """Checks type, layout, shapes and dtypes of `num_experts` experts against `config`.
+
+    Canonical weights have the config's widths, or the padded ones; other layouts the padded ones.
+    """
     check(
         isinstance(weights, ExpertWeights),
         "weights",
@@ -194,6 +481,9 @@ def check_weights(weights: ExpertWeights, config: MegaMoEConfig, num_experts: in
         remedy="build them with jax_megamoe.quantize_weights and place them with layer.shard",
     )
     h, i = config.hidden, config.intermediate
+    padded = (config.padded_hidden, config.padded_intermediate // 2)
+    if weights.layout != "canonical" or getattr(weights.w2, "shape", ())[1:] == padded:
+        h, i = config.padded_hidden, config.padded_intermediate
     shapes = {
         "w13": (2 * i, h // 2),
         "w13_sf": (2 * i, h // SF_GROUP),
@@ -201,13 +491,16 @@ def check_weights(weights: ExpertWeights, config: MegaMoEConfig, num_experts: in
         "w2_sf": (h, i // SF_GROUP),
     }
     for name, (rows, columns) in shapes.items():
-        shape: tuple[int, ...] = (num_experts, rows, columns)
+        shape: tuple[int, ...] = (rows, columns)
         if weights.layout == "cpu":
-            shape = (num_experts, rows // CPU_PANEL, columns, CPU_PANEL)
+            shape = (rows // CPU_PANEL, columns, CPU_PANEL)
+        elif weights.layout in MAX_SPREAD:
+            chunks = (rows // GPU_CHUNK, 2 * columns // GPU_CHUNK, gpu_chunk_bytes(weights.layout))
+            shape = (rows,) if name.endswith("_sf") else chunks
         check_array(
             getattr(weights, name),
             f"weights.{name} ({weights.layout} layout)",
-            shape,
+            (num_experts, *shape),
             _BYTES,
             "compare num_experts, hidden and intermediate of the config with the weights; inside "
             "shard_map each rank holds num_experts / ranks experts",

@@ -1,5 +1,6 @@
 """One random layer with its operands, and the project's error rule. Shared by the layer's tests."""
 
+import dataclasses
 import functools
 
 import jax
@@ -33,6 +34,16 @@ class Case:
         self.topk_idx, self.topk_weights = jnp.asarray(idx), jnp.asarray(weights)
         self.weights = experts(config.num_experts, config.intermediate, config.hidden)
 
+    def add_outliers(self):
+        """Makes the granularity of x's scales decide y.
+
+        The first 32 channels of x grow by 2^14, and no expert reads them. A scale that they share
+        with other channels leaves those a few bits.
+        """
+        self.x = self.x.at[:, :32].multiply(2.0**14)
+        w = self.weights
+        self.weights = dataclasses.replace(w, w13=w.w13.at[:, :, :16].set(0))
+
     @property
     def operands(self):
         return self.x, self.topk_idx, self.topk_weights
@@ -47,7 +58,7 @@ class Case:
 
     def truth(self, num_tokens=None):
         """Quantised operands and FP8 rounding of the contract, everything else float64."""
-        codes, sf = jmm.quantize.quantize_e4m3(self.by_rank(self.x))
+        codes, sf = jmm.quantize.quantize_e4m3(self.by_rank(self.x), self.config.x_group)
         dense = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.weights)]
         idx, weights = (np.asarray(self.by_rank(a)) for a in self.operands[1:])
         y = jmm.reference.staged_float64(codes, sf, idx, weights, *dense, self.config, num_tokens)

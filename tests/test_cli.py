@@ -10,9 +10,10 @@ import sys
 import numpy as np
 import pytest
 
-from jax_megamoe import symmetric
+from jax_megamoe import _headers, symmetric
 from jax_megamoe._ffi import native
-from jax_megamoe.cli import bench, build_parser, demo, info, main
+from jax_megamoe._nvrtc import nvrtc_path
+from jax_megamoe.cli import bench, build_parser, compile, demo, info, main
 from jax_megamoe.config import MegaMoEConfig, swiglu
 
 COMMANDS = ("demo", "info", "bench", "compile")
@@ -64,6 +65,12 @@ def test_help_shows_an_example_that_parses(command, capsys):
         (("info", "--ring-tokens", "0"), "ring_tokens: got 0"),
         (("info", "--ranks", "7"), "num_experts: got 256 on 7 ranks"),
         (("info", "--json", "/no/such/folder/info.json"), "--json: got"),
+        (("info", "--backend", "sm_90a", "--ranks", "7"), "num_experts: got 256 on 7 ranks"),
+        (("compile", "--arch", "sm_90a", "--tile", "6"), "--tile: got 6"),
+        (("compile", "--arch", "sm_90a", "--tile", "5", "--granularity", "32"), "from 0 to 4"),
+        (("compile", "--arch", "sm_90a", "--jobs", "0"), "--jobs: got 0"),
+        (("compile", "--arch", "sm_90a", "--max-spill", "-1"), "--max-spill: got -1"),
+        (("compile", "--arch", "sm_90a", "--hidden", "100"), "hidden: got 100"),
         (("bench", "--tokens", "8,0"), "--tokens: got [8, 0]"),
         (("bench", "--repeats", "0"), "--repeats: got 0"),
     ],
@@ -107,13 +114,23 @@ def test_info_table_and_json_agree(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(native, "create_buffer", refuse)
     path, before = tmp_path / "info.json", native.buffer_keys()
     shape = ("--experts", "32", "--tokens", "64", "--ranks", "4")
-    assert main(["info", *shape, "--ring-tokens", "512", "--json", str(path)]) == 0
+    shape += ("--ring-tokens", "512", "--backend", "cpu", "--granularity", "row")
+    assert main(["info", *shape, "--json", str(path)]) == 0
     assert native.buffer_keys() == before
 
     rows, content = table(capsys.readouterr().out), json.loads(path.read_text())
-    config = MegaMoEConfig(32, 6, 4096, 2048, 64, activation=swiglu(10.0), ring_tokens=512)
+    config = MegaMoEConfig(
+        32,
+        6,
+        4096,
+        2048,
+        64,
+        activation=swiglu(10.0),
+        activation_granularity="row",
+        ring_tokens=512,
+    )
     assert content["config"] == dataclasses.asdict(config)
-    assert content["ranks"] == 4
+    assert content["ranks"] == 4 and content["backend"] == "cpu"
     regions = symmetric.buffer_regions(config, 4)
     assert [region["name"] for region in content["regions"]] == [region.name for region in regions]
     for region in content["regions"]:
@@ -128,8 +145,58 @@ def test_info_table_and_json_agree(tmp_path, capsys, monkeypatch):
     assert last["offset"] + last["num_bytes"] <= total
     assert sum(region["num_bytes"] for region in content["regions"]) <= total
     assert rows["back end cpu"] == ["available"]
-    assert rows["back end sm_90a"] == rows["back end sm_100a"] == ["not part of this version"]
+    assert rows["back end sm_100a"] == ["not part of this version"]
+    assert content["backends"] == {
+        name: rows[f"back end {name}"][0] for name in content["backends"]
+    }
     assert {"python", "jax", "jaxlib", "jax-megamoe", "devices"} <= rows.keys()
+
+
+def test_info_of_the_gpu_back_end(tmp_path, capsys):
+    path = tmp_path / "info.json"
+    options = ("--backend", "sm_90a", "--granularity", "128", "--tokens", "512", "--ranks", "4")
+    assert main(["info", *options, "--json", str(path)]) == 0
+    output, content = capsys.readouterr().out, json.loads(path.read_text())
+    sizes = {
+        (size["shape"], size["backend"], size["granularity"]): size["bytes"]
+        for size in content["buffer_bytes"]
+    }
+    assert len(sizes) == 3 * 2 * 3
+    assert content["total_bytes"] == sizes["given", "sm_90a", 128]
+    # What differs from the tables: BF16 tensor cores take operands of two bytes.
+    for name in ("given", "flash", "pro"):
+        assert (
+            sizes[name, "sm_90a", 32] > sizes[name, "sm_90a", 128] == sizes[name, "sm_90a", "row"]
+        )
+        assert sizes[name, "cpu", 32] == sizes[name, "cpu", 128]
+    flash = native.gpu_shape(8, 256, 6, 4096, 2048, 512, 32)
+    pro = native.gpu_shape(8, 384, 6, 7168, 3072, 512, 32)
+    assert sizes["flash", "sm_90a", 32] == flash.num_bytes
+    assert sizes["pro", "sm_90a", 32] == pro.num_bytes
+    shown = f"{pro.num_bytes / 2**20:.2f} MiB"
+    row = next(
+        line.split() for line in output.split("\n") if line.startswith("pro    8      sm_90a")
+    )
+    assert " ".join(row[3:5]) == shown
+    assert "its regions on sm_90a: 256 experts" in output and "granularity 128" in output
+
+
+def test_info_names_gpus(monkeypatch, capsys):
+    import jax
+
+    class Gpu:
+        platform, compute_capability = "gpu", "9.0"
+
+        def __init__(self, id):
+            self.id, self.device_kind = id, "NVIDIA H200"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu(0), Gpu(1)])
+    assert main(["info", "--tokens", "64"]) == 0
+    output = capsys.readouterr().out
+    rows = table(output)
+    assert rows["GPU 1"] == ["NVIDIA H200, compute 9.0"]
+    assert rows["back end sm_90a"] == ["available on 2 of the devices"]
+    assert "its regions on sm_90a" in output
 
 
 @pytest.mark.parametrize("preset", info.PRESETS)
@@ -154,11 +221,95 @@ def test_compile_for_the_cpu(capsys):
     assert "nothing to compile" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_compile_refuses_gpus(arch, capsys):
-    assert main(["compile", "--arch", arch]) == 2
+def test_compile_refuses_blackwell(capsys):
+    assert main(["compile", "--arch", "sm_100a"]) == 2
     output = capsys.readouterr()
-    assert output.out == "" and f"got {arch}" in output.err and "cpu" in output.err
+    assert output.out == "" and "got sm_100a" in output.err and "sm_90a" in output.err
+
+
+def test_compile_one_kernel(monkeypatch, tmp_path, capsys):
+    if not nvrtc_path():
+        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+    monkeypatch.setenv("JAX_MEGAMOE_CACHE_DIR", str(tmp_path))
+    shape = ("--preset", "flash", "--tokens", "1024", "--granularity", "128", "--tile", "0")
+    command = ["compile", "--arch", "sm_90a", *shape]
+    assert main(command) == 0
+    row = table(capsys.readouterr().out)["128"]
+    assert row[0] == "0" and row[1] == "8" and row[-1] == "written"
+    registers, shared_bytes, local = map(int, row[2:5])
+    assert 32 <= registers <= 255 and local == 0
+    assert 100_000 < shared_bytes <= 232_448  # bytes of a block on sm_90
+    assert len(list(tmp_path.glob("*.cubin"))) == 1
+    # In a process of its own, the kernel comes from the cache.
+    again = start(*command)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert table(again.stdout)["128"][:-2] == row[:-2]
+    assert table(again.stdout)["128"][-1] == "read"
+
+
+def test_compile_in_several_processes(monkeypatch, tmp_path, capsys):
+    """Three kernels that do not compile: the command fails, with the compiler's words."""
+    if not nvrtc_path():
+        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "mega_moe.h").write_text("#error no kernel here")
+    monkeypatch.setattr(_headers, "include_dir", lambda: tmp_path)
+    assert main(["compile", "--arch", "sm_90a", "--tile", "0", "--jobs", "3"]) == 1
+    output = capsys.readouterr().out
+    for granularity in ("32", "128", "row"):
+        assert f"FAIL: granularity {granularity}, tile 0 does not compile" in output
+    assert output.count("#error directive: no kernel here") == 3
+
+
+def outcome(**fields) -> compile._Outcome:
+    job = compile._Job("128", 4, 128, (), "", "")
+    needs = {"cache": "read", "registers": 168, "shared_bytes": 200_000}
+    return compile._Outcome(job, 2.0, **(needs | fields))
+
+
+# NVRTC's words, for kernels that do what they should not.
+CLEAN_LOG = """ptxas info    : Compiling entry function 'jmm_mega_moe' for 'sm_90a'
+ptxas         .     48 bytes stack frame, 40 bytes spill stores, 56 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers
+"""
+SERIALISED = (
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources for the function 'jmm_mega_moe'"
+)
+IGNORED = (
+    "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum "
+    "register requirements."
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "fault"),
+    [
+        ({}, (), ""),
+        ({"log": CLEAN_LOG}, (), ""),
+        ({"log": CLEAN_LOG + SERIALISED}, (), "(C7512) Potential Performance Loss: wgmma"),
+        ({"log": IGNORED + CLEAN_LOG}, (), "(C7508) Potential Performance Loss: 'setmaxnreg'"),
+        ({"local_bytes": 48}, (), "48 bytes of local memory per thread, accepted 0"),
+        ({"local_bytes": 48}, ("--max-spill", "48"), ""),
+        ({"local_bytes": 48}, ("--max-spill", "40"), "48 bytes of local memory per thread, acc"),
+        ({"error": "jax_megamoe: NVRTC 13.0: no"}, (), "does not compile: jax_megamoe: NVRTC"),
+    ],
+)
+def test_compile_fails_for(monkeypatch, capsys, fields, options, fault):
+    monkeypatch.setattr(compile, "_outcomes", lambda *_: [outcome(), outcome(**fields)])
+    assert main(["compile", "--arch", "sm_90a", *options]) == bool(fault)
+    output = capsys.readouterr().out
+    assert output.count("FAIL: granularity 128, tile 4") == bool(fault) and fault in output
+    if fields.get("log"):
+        assert table(output)["128"][5:7] == ["40", "56"]
+
+
+def test_accepted_local_bytes_are_stated_per_tile(monkeypatch, capsys):
+    monkeypatch.setattr(compile, "_outcomes", lambda *_: [outcome(local_bytes=16)])
+    monkeypatch.setattr(compile, "ACCEPTED_LOCAL_BYTES", {("128", 3): 16})
+    assert main(["compile", "--arch", "sm_90a"]) == 1
+    monkeypatch.setattr(compile, "ACCEPTED_LOCAL_BYTES", {("128", 4): 16})
+    assert main(["compile", "--arch", "sm_90a"]) == 0
 
 
 # demo --------------------------------------------------------------------------------------------

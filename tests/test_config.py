@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_megamoe.config import MAX_RANKS, MAX_ROWS, MAX_TOP_K, Activation, MegaMoEConfig, swiglu
+from jax_megamoe.config import (
+    GRANULARITIES,
+    MAX_RANKS,
+    MAX_ROWS,
+    MAX_TOP_K,
+    Activation,
+    MegaMoEConfig,
+    swiglu,
+)
 from jax_megamoe.errors import MegaMoEError, check, check_array
 
 GOOD = {
@@ -77,16 +85,44 @@ def test_top_k_limit(num_experts, top_k):
 
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])
-@pytest.mark.parametrize("value, padded", [(1, 128), (127, 128), (129, 256), (7168 - 64, 7168)])
-def test_widths_are_multiples_of_128(name, value, padded):
+@pytest.mark.parametrize("value, padded", [(1, 32), (31, 32), (129, 160), (2879, 2880)])
+def test_widths_are_multiples_of_32(name, value, padded):
     refused_config(
         {name: value},
         name,
         str(value),
-        "a multiple of 128",
+        "a multiple of 32",
         f"pad weights and activations with zeros to {padded}",
     )
     assert MegaMoEConfig(**{**GOOD, name: padded})
+
+
+@pytest.mark.parametrize("value, padded", [(32, 128), (128, 128), (160, 256), (2880, 2944)])
+def test_padded_widths(value, padded):
+    config = MegaMoEConfig(**{**GOOD, "hidden": value})
+    assert (config.padded_hidden, config.padded_intermediate) == (padded, 128)
+    config = MegaMoEConfig(**{**GOOD, "intermediate": value})
+    assert (config.padded_hidden, config.padded_intermediate) == (256, padded)
+
+
+@pytest.mark.parametrize("value", [0, 16, 64, 32.0, "128", "rows", None, True, [32]], ids=repr)
+def test_activation_granularity(value):
+    refused_config(
+        {"activation_granularity": value},
+        "activation_granularity",
+        repr(value),
+        "one of (32, 128, 'row')",
+        "32 is exactly MXFP8; 128 and 'row' run on FP8 tensor cores",
+    )
+
+
+def test_groups_of_a_granularity():
+    groups = {}
+    for granularity in GRANULARITIES:
+        config = MegaMoEConfig(**GOOD, activation_granularity=granularity)
+        groups[granularity] = (config.x_group, config.act_group)
+    assert groups == {32: (32, 32), 128: (128, 128), "row": ("row", 128)}
+    assert MegaMoEConfig(**GOOD).activation_granularity == 32
 
 
 def test_activation_type():

@@ -1,10 +1,16 @@
-"""cc/protocol compiles as CUDA device code for both GPU architectures, without a GPU."""
+"""The kernels' headers: cc/protocol compiles as device code for both GPU architectures, without a
+GPU; the package has them; and the numbers that `compile` reads out of machine code are right."""
 
 import ctypes
 import pathlib
 import re
 
 import pytest
+
+from jax_megamoe import _headers
+from jax_megamoe._ffi import native
+from jax_megamoe.cli import cubin
+from jax_megamoe.errors import MegaMoEError
 
 HEADERS = pathlib.Path(__file__).parent.parent / "cc"
 SOURCE = """
@@ -21,7 +27,7 @@ extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, 
   const auto rows_of = [&](uint32_t expert) { return rows[expert]; };
   const WorkspaceLayout layout(shape);
   uint32_t* arrival = layout.ptr<Region::l1_arrival>(base);
-  for_each_block(shape, blockIdx.x, gridDim.x, rows_of, [&](const Block& block) {
+  for_each_block(shape, {1, 1}, blockIdx.x, gridDim.x, rows_of, [&](const Block& block) {
     const RingPosition ring = ring_position(shape, block.pool_block);
     arrival[ring.slot] = l1_arrival_target(shape, ring.lap);
     const SourceRow source = locate_source_row(shape.num_ranks, block.valid_m, rows_of);
@@ -31,6 +37,13 @@ extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, 
     values[source.rank] = e4m3_to_float(codes[0]) * ue8m0_to_float(sf);
     return true;
   });
+  const auto start_of = [&](uint32_t expert) { return rows[expert]; };
+  BlockWalk walk(shape, gridDim.x, 2, 3, start_of, rows_of);
+  uint32_t* next_item = layout.ptr<Region::next_item>(base);
+  Block block;
+  while (walk.find(atomicAdd(next_item, 1), &block)) values[block.pool_block] = block.valid_m;
+  const uint64_t word = *layout.ptr<Region::expert_recv_count>(base);
+  if (reached(word, published_count(block.n_block, 0))) values[0] = count_rows(word);
 }
 """
 
@@ -45,7 +58,8 @@ def find_nvrtc():
     pytest.skip("NVRTC is not installed: pip install '.[dev]'")
 
 
-def compile_to_ptx(nvrtc, source, options):
+def compile_to(kind, nvrtc, source, options):
+    """(PTX or CUBIN bytes, log)."""
     program = ctypes.c_void_p()
     size = ctypes.c_size_t()
     args = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
@@ -55,15 +69,72 @@ def compile_to_ptx(nvrtc, source, options):
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     assert status == 0, log.value.decode()
-    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    return ptx.value.decode()
+    getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
+    code = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{kind}")(program, code)
+    return code.raw, log.value.decode()
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_protocol_compiles_for(arch):
     compute = arch.replace("sm_", "compute_")
     options = [f"--gpu-architecture={compute}", "-std=c++20", f"-I{HEADERS}"]
-    ptx = compile_to_ptx(find_nvrtc(), SOURCE, options)
+    ptx = compile_to("PTX", find_nvrtc(), SOURCE, options)[0].decode()
     assert re.search(rf"\.target {arch}", ptx) and "use_everything" in ptx
+
+
+def test_package_has_the_headers():
+    """Also where it was installed: all of them, and the same."""
+    folder = _headers.include_dir()
+    for name in _headers.FOLDERS:
+        mine = {path.name: path.read_text() for path in (HEADERS / name).glob("*.h")}
+        assert mine == {path.name: path.read_text() for path in (folder / name).glob("*.h")}
+        assert mine
+
+
+def test_missing_headers_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "package" / "_native.so"))
+    with pytest.raises(MegaMoEError, match=r"kernel headers: got none in .*Install jax_megamoe"):
+        _headers.include_dir()
+    for name in _headers.FOLDERS:  # next to the module, or in the checkout around it
+        (tmp_path / "cc" / name).mkdir(parents=True)
+        (tmp_path / "cc" / name / "one.h").touch()
+    assert _headers.include_dir() == tmp_path / "cc"
+    for name in _headers.FOLDERS:
+        (tmp_path / "package" / "cc" / name).mkdir(parents=True)
+        (tmp_path / "package" / "cc" / name / "one.h").touch()
+    assert _headers.include_dir() == tmp_path / "package" / "cc"
+
+
+NEEDY_SOURCE = """
+extern "C" __device__ const unsigned int some_word = 123456789;
+extern "C" __device__ unsigned int cleared_word;
+
+extern "C" __global__ void __launch_bounds__(256, 1) needy(float* p, int n) {
+  float local[64];
+  for (int i = 0; i < 64; ++i) local[i] = p[i];
+  for (int i = 0; i < n; ++i) local[(i * n) % 64] += local[i % 64];
+  for (int i = 0; i < 64; ++i) p[i] = local[i];
+  cleared_word = some_word;
+}
+"""
+PLAIN_SOURCE = 'extern "C" __global__ void plain(float* p) { p[threadIdx.x] = 1; }'
+
+
+def test_needs_of_machine_code_are_those_of_the_log():
+    nvrtc = find_nvrtc()
+    options = ["--gpu-architecture=sm_90a", "--ptxas-options=-v"]
+    code, log = compile_to("CUBIN", nvrtc, NEEDY_SOURCE, options)
+    needs = cubin.read_needs(code, ("some_word", "cleared_word", "no_such_word"))
+    assert needs.registers == int(re.search(r"Used (\d+) registers", log)[1])
+    assert needs.local_bytes == int(re.search(r"(\d+) bytes stack frame", log)[1]) >= 256
+    assert needs.words == {"some_word": 123456789}
+    plain, log = compile_to("CUBIN", nvrtc, PLAIN_SOURCE, options)
+    assert cubin.read_needs(plain).local_bytes == 0
+    assert cubin.read_needs(plain).registers == int(re.search(r"Used (\d+) registers", log)[1])
+
+
+@pytest.mark.parametrize("code", [b"", b"not machine code", b"\x7fELF\x02" + bytes(100)])
+def test_other_files_have_no_needs(code):
+    with pytest.raises(ValueError, match="jax_megamoe: cubin"):
+        cubin.read_needs(code)

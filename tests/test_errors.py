@@ -242,7 +242,7 @@ def test_direct_use_of_the_target_is_checked(layer, good):
     def body(x):
         return jax.lax.pcast(
             jax.ffi.ffi_call(
-                "jax_megamoe.mega_moe.v1",
+                "jax_megamoe.mega_moe.v2",
                 (
                     jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
                     jax.ShapeDtypeStruct((2,), jnp.int32),
@@ -257,6 +257,7 @@ def test_direct_use_of_the_target_is_checked(layer, good):
                 *(jnp.zeros((2, 1, 1, 16), jnp.uint8),) * 4,
                 key=layer.buffer.key,
                 swiglu_limit=np.float32(np.inf),
+                granularity=np.int32(32),
                 timeout_s=np.float64(5),
                 checked=False,
             )[0],

@@ -26,7 +26,7 @@ CONFIG = jmm.MegaMoEConfig(
 SIGNALS = {  # region whose signal is lost -> role that reports it
     "rank_barrier": "dispatch",
     "grid_barrier": "",
-    "expert_recv_count_sum": "",
+    "expert_recv_count": "",
     "l1_arrival": "linear1",
     "l1_empty": "dispatch",
     "l2_arrival": "linear2",
@@ -56,6 +56,8 @@ def test_a_lost_signal_is_reported_and_survived(setup, region):
     assert f"role {SIGNALS[region]}" in first
     for word in ("rank ", "worker ", "wanted ", "seen ", "raise MegaMoEConfig.timeout_s"):
         assert word in first, text
+    if region in ("rank_barrier", "expert_recv_count"):  # a word per source rank
+        assert "here rank 2" in first
     np.testing.assert_array_equal(np.asarray(step(*operands)), want)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jax_megamoe as jmm
 from generators import ROUTINGS, routing
+from jax_megamoe.config import GRANULARITIES
 from moe_case import Case, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(
@@ -120,12 +121,14 @@ def test_num_tokens_per_rank(layers, rng, counts):
         case.check(y, num_tokens=counts)
 
 
-def test_prequantised_input_is_the_same_as_bf16(layers, rng):
-    layer, step = layers(2)
-    case = Case(rng, CONFIG, 2, 30)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_prequantised_input_is_the_same_as_bf16(layers, rng, granularity):
+    config = dataclasses.replace(CONFIG, activation_granularity=granularity)
+    layer, step = layers(2, config)
+    case = Case(rng, config, 2, 30)
     weights = layer.shard(case.weights)
     want = np.asarray(step(*case.operands, weights)[0])
-    codes, sf = jmm.quantize.quantize_e4m3(case.x)
+    codes, sf = jmm.quantize.quantize_e4m3(case.x, config.x_group)
     got = step((codes, sf), *case.operands[1:], weights)[0]
     np.testing.assert_array_equal(np.asarray(got), want)
     typed = (
@@ -134,6 +137,77 @@ def test_prequantised_input_is_the_same_as_bf16(layers, rng):
     )
     got = step(typed, *case.operands[1:], weights)[0]
     np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_granularity_decides_the_scales(layers):
+    """Each granularity gives what the reference does with it, and not what another one gives."""
+    cases, results = {}, {}
+    for granularity in GRANULARITIES:
+        config = dataclasses.replace(CONFIG, activation_granularity=granularity)
+        layer, step = layers(4, config)
+        case = Case(np.random.default_rng(6), config, 4, 37, "zipf")
+        case.add_outliers()
+        cases[granularity] = case
+        results[granularity] = step(*case.operands, layer.shard(case.weights))[0]
+        case.check(results[granularity])
+    for granularity in GRANULARITIES:
+        for other in set(GRANULARITIES) - {granularity}:
+            with pytest.raises(AssertionError):
+                cases[granularity].check(results[other])
+
+
+def test_prequantised_input_has_equal_scales_within_a_group(layers, rng):
+    for granularity in (128, "row"):
+        config = dataclasses.replace(CONFIG, activation_granularity=granularity)
+        layer, _ = layers(2, config)
+        case = Case(rng, config, 2, 30)
+        pair = jmm.quantize.quantize_e4m3(case.x)
+        with pytest.raises(jmm.MegaMoEError, match=r"x sf: got scale bytes that differ within"):
+            layer(pair, *case.operands[1:], layer.shard(case.weights))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(96, 160), (160, 32), (2880, 96)])
+def test_widths_that_are_not_whole_tiles(rng, hidden, intermediate, granularity):
+    config = dataclasses.replace(
+        CONFIG,
+        hidden=hidden,
+        intermediate=intermediate,
+        max_tokens_per_rank=24,
+        activation_granularity=granularity,
+    )
+    case = Case(rng, config, 4, 24, "zipf")
+    with jmm.MegaMoE(config, mesh_of(4)) as layer:
+        layer.buffer.poison()
+        weights = layer.shard(case.weights)
+        step = jax.jit(layer)
+        y = step(*case.operands, weights)
+        assert y.shape == (96, hidden)
+        case.check(y)
+        pair = jmm.quantize.quantize_e4m3(case.x, config.x_group)
+        again = step(pair, *case.operands[1:], weights)
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(y))
+        assert jax.jit(layer)(case.x[:0], *(a[:0] for a in case.operands[1:]), weights).shape == (
+            0,
+            hidden,
+        )
+
+    # Padding by hand gives the same bits.
+    padded = (config.padded_hidden, config.padded_intermediate)
+    by_hand = dataclasses.replace(config, hidden=padded[0], intermediate=padded[1])
+    h, i = padded[0] - hidden, padded[1] - intermediate
+    dense = [
+        jnp.pad(w, ((0, 0), *((0, n) for n in extra)))
+        for w, extra in zip(
+            jmm.dequantize_weights(case.weights), [(i, h), (i, h), (h, i)], strict=True
+        )
+    ]
+    x = jnp.pad(case.x, ((0, 0), (0, h)))
+    with jmm.MegaMoE(by_hand, mesh_of(4)) as layer:
+        weights = layer.shard(jmm.quantize_weights(*dense))
+        want = np.asarray(jax.jit(layer)(x, *case.operands[1:], weights))
+    np.testing.assert_array_equal(np.asarray(y), want[:, :hidden])
+    assert (want[:, hidden:] == 0).all()
 
 
 def test_int64_expert_ids(layers, rng):

@@ -91,14 +91,18 @@ def oracle_round(scaled: np.ndarray, fmt: Format) -> np.ndarray:
     return below + (tie & (below % 2 == 1))
 
 
-def oracle(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray]:
+def oracle(x: np.ndarray, fmt: Format, group: int = 32) -> tuple[np.ndarray, np.ndarray]:
     """(codes, sf) of x [..., 32 * n] as the module's docstring defines them."""
     sign = np.signbit(x.astype(np.float32)).reshape(*x.shape[:-1], -1, 32)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         blocks = x.astype(np.float64).reshape(sign.shape)
     finite = np.isfinite(blocks)
     clean = np.where(finite, blocks, 0.0)
-    sf = oracle_sf(np.abs(clean).max(-1), fmt)
+    amax = np.abs(clean).max(-1)
+    for first in range(0, amax.shape[-1], group // 32):
+        members = amax[..., first : first + group // 32]
+        members[...] = members.max(-1, keepdims=True)
+    sf = oracle_sf(amax, fmt)
     code = oracle_round(clean * 2.0 ** (127.0 - sf[..., None].astype(np.float64)), fmt)
     if fmt.nan_code is not None:
         code = np.where(finite, code, fmt.nan_code)
@@ -485,6 +489,48 @@ def test_pack_and_unpack_are_inverse():
     assert nothing.shape == (0, 128) and quantize.pack_e2m1(nothing).shape == (0, 64)
 
 
+# Groups of more than 32 --------------------------------------------------------------------------
+
+
+def test_groups_agree_with_the_oracle():
+    rng = np.random.default_rng(16)
+    for width in (32, 96, 128, 160, 512):
+        x = rng.standard_normal((40, width), np.float32)
+        x = np.ldexp(x, rng.integers(-40, 40, (40, width // 32)).repeat(32, axis=1))
+        x[rng.random(x.shape) < 0.01] = np.nan
+        x[3], x[4, : width // 2] = 0, 0
+        for group in (32, 128, "row"):
+            want = oracle(x, E4M3, width if group == "row" else group)
+            for function in (
+                quantize.quantize_e4m3,
+                jax.jit(lambda x, g=group: quantize.quantize_e4m3(x, g)),
+            ):
+                got = function(x, group) if function is quantize.quantize_e4m3 else function(x)
+                np.testing.assert_array_equal(got[1], want[1])
+                np.testing.assert_array_equal(got[0], want[0])
+            quantize.check_group_scales(got[1], group, "sf")
+
+
+@pytest.mark.parametrize("group", [32, 128, "row"])
+def test_groups_of_no_rows(group):
+    codes, sf = quantize.quantize_e4m3(jnp.zeros((0, 160), jnp.bfloat16), group)
+    assert codes.shape == (0, 160) and sf.shape == (0, 5)
+
+
+def test_scales_that_differ_within_a_group_are_refused():
+    sf = np.full((3, 6), 120, np.uint8)
+    sf[1, :4] = 121  # groups of 128: blocks 0-3 and 4-5
+    check = quantize.check_group_scales
+    check(sf, 32, "sf")
+    check(sf, 128, "sf")
+    refused(lambda: check(sf, "row", "sf"), "sf: got scale bytes that differ within a group of row")
+    sf[2, 5] = 119
+    refused(lambda: check(sf, 128, "sf"), "group of 128", "quantize_e4m3(x, 128)")
+    typed = jax.lax.bitcast_convert_type(jnp.asarray(sf), jnp.float8_e8m0fnu)
+    refused(lambda: check(typed, 128, "sf"), "group of 128")
+    jax.jit(lambda sf: check(sf, 128, "sf"))(sf)  # values of a tracer are not known
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 
@@ -512,6 +558,15 @@ def test_messages_of_the_quantisers(function):
             "pad K with zeros",
         )
     refused(lambda: jax.jit(function)(jnp.zeros((2, 33))), "got [2, 33]")
+
+
+def test_message_of_the_group():
+    for group in (0, 64, "rows", True):
+        refused(
+            lambda group=group: quantize.quantize_e4m3(jnp.zeros((2, 32)), group),
+            f"group: got {group!r}",
+            "one of (32, 128, 'row')",
+        )
 
 
 def test_message_of_pack():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -22,7 +23,7 @@ BF16_UNIT = 2.0**-8  # largest relative error of one rounding to BF16
 FP32_UNIT = 2.0**-24
 
 # Jitted: eagerly, every operation of every stage would be compiled on its own.
-STAGE_INPUT = jax.jit(reference.stage_input)
+STAGE_INPUT = jax.jit(reference.stage_input, static_argnames="group")
 DEQUANTIZE = jax.jit(quantize.dequantize_e4m3)
 DISPATCH = jax.jit(reference.dispatch, static_argnames=("config", "block_m", "max_pool_rows"))
 LINEAR1, LINEAR2 = jax.jit(reference.linear1), jax.jit(reference.linear2)
@@ -198,6 +199,20 @@ def test_activate(limit):
     assert np.isnan(got[0, 3]) and np.isnan(got[1, 8]) and np.isnan(got).sum() == 2
 
 
+def test_gradient_of_silu_at_both_ends():
+    gate = np.float32([-3e38, -200, -89, -5, -0.5, 0, 1, 30, 200])
+    up, topk = np.ones_like(gate), np.ones(1, np.float32)
+
+    def total(gate):
+        return jnp.sum(reference.activate(jnp.concatenate([gate, up])[None], topk, swiglu()))
+
+    exact = gate.astype(np.float64)
+    sigmoid = 0.5 * (1 + np.tanh(exact / 2))  # has no exp that overflows
+    want = sigmoid + exact * sigmoid * (1 - sigmoid)
+    got = jax.grad(total)(jnp.asarray(gate))
+    np.testing.assert_allclose(got, want, rtol=16 * FP32_UNIT, atol=1e-30)
+
+
 def test_combine_adds_in_slot_order():
     # In FP32, (2^24 + 1) + 1 = 2^24, but (1 + 1) + 2^24 = 2^24 + 2. And a large -2^24 cancels.
     config = MegaMoEConfig(4, 4, 128, 128, 1)
@@ -218,9 +233,9 @@ def test_combine_adds_in_slot_order():
 # The whole layer ---------------------------------------------------------------------------------
 
 
-def naive_e4m3(v):
+def naive_e4m3(v, group=32):
     """FP8 rounding by ml_dtypes' cast, with the scale from a float64 logarithm."""
-    blocks = v.astype(np.float32).astype(np.float64).reshape(*v.shape[:-1], -1, 32)
+    blocks = v.astype(np.float32).astype(np.float64).reshape(*v.shape[:-1], -1, group)
     amax = np.abs(blocks).max(-1, keepdims=True)
     scale = np.exp2(np.ceil(np.log2(np.where(amax == 0, 1, amax) / 448)))
     rounded = (blocks / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
@@ -272,6 +287,36 @@ def test_layer_against_token_by_token_float64(kind):
     # E4M3 of x is in `staged` already; that of the activation is at most 2^-4 an element.
     if np.linalg.norm(exact):
         assert reference.relative_error(staged, exact) < 2**-4
+
+
+@pytest.mark.parametrize("granularity", [128, "row"])
+def test_granularities_against_token_by_token_float64(granularity):
+    config = dataclasses.replace(CONFIG, activation_granularity=granularity)
+    quantized, dense = expert_weights()
+    x, idx, topk = inputs(seed=17)
+    x = x.copy()
+    x[..., :32] *= 2.0**12  # what shares its scale loses bits
+    group = HIDDEN if granularity == "row" else 128
+    values = naive_e4m3(x, group)
+    codes, sf = STAGE_INPUT(jnp.asarray(x), group=config.x_group)
+    np.testing.assert_array_equal(np.asarray(DEQUANTIZE(codes, sf)).astype(np.float64), values)
+
+    limit, acts_group = CONFIG.activation.limit, functools.partial(naive_e4m3, group=128)
+    staged, rows = naive_layer(values, idx, topk, dense, limit, acts_group)
+    truth = reference.staged_float64(codes, sf, idx, topk, *dense, config)
+    np.testing.assert_allclose(truth, staged, rtol=1e-12, atol=1e-12)
+    y = reference.mega_moe(jnp.asarray(x), idx, topk, quantized, config, block_m=BLOCK_M)
+    norms = [np.linalg.norm(rows[:, :, k]) for k in range(TOP_K)]
+    bound = BF16_UNIT * (sum(norms) + np.linalg.norm(staged))
+    assert np.linalg.norm(np.asarray(y).astype(np.float64) - staged) <= 2 * bound
+
+
+def test_a_pair_with_unequal_scales_is_refused():
+    pair = STAGE_INPUT(jnp.asarray(inputs()[0]))
+    reference.stage_input(pair)
+    for group in (128, "row"):
+        with pytest.raises(MegaMoEError, match=r"x\[1\]: got scale bytes that differ"):
+            reference.stage_input(pair, group)
 
 
 def test_block_size_pool_size_layout_and_quantised_input_do_not_change_a_bit():

@@ -1,5 +1,7 @@
 """The CPU back end's workspace after a call, stage by stage, against the staged reference."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import jax_megamoe as jmm
 from jax_megamoe import quantize, reference
 from jax_megamoe._ffi import native
+from jax_megamoe.config import GRANULARITIES
 from moe_case import Case, mesh_of
 
 RANKS, TOKENS = 4, 45
@@ -22,13 +25,14 @@ CONFIG = jmm.MegaMoEConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def run():
-    case = Case(np.random.default_rng(11), CONFIG, RANKS, TOKENS, "masked")
-    layer = jmm.MegaMoE(CONFIG, mesh_of(RANKS))
+@pytest.fixture(scope="module", params=GRANULARITIES)
+def run(request):
+    config = dataclasses.replace(CONFIG, activation_granularity=request.param)
+    case = Case(np.random.default_rng(11), config, RANKS, TOKENS, "masked")
+    layer = jmm.MegaMoE(config, mesh_of(RANKS))
     layer.buffer.poison()
     y = np.asarray(jax.jit(layer)(*case.operands, layer.shard(case.weights)))
-    codes, sf = quantize.quantize_e4m3(case.by_rank(case.x))
+    codes, sf = quantize.quantize_e4m3(case.by_rank(case.x), config.x_group)
     dispatched = reference.dispatch(
         codes,
         sf,
@@ -72,7 +76,7 @@ def test_dispatch_does_not_touch_padding_rows(run):
 
 def test_input_codes_are_bit_exact(run):
     case, buffer, _, _ = run
-    codes, sf = quantize.quantize_e4m3(case.by_rank(case.x))
+    codes, sf = quantize.quantize_e4m3(case.by_rank(case.x), case.config.x_group)
     for rank in range(RANKS):
         np.testing.assert_array_equal(buffer.read("x", rank)[:TOKENS], codes[rank])
         np.testing.assert_array_equal(buffer.read("x_sf", rank)[:TOKENS], sf[rank])
@@ -87,6 +91,7 @@ def test_swiglu_codes_differ_only_where_fp32_error_reaches_a_tie(run):
     case, buffer, dispatched, _ = run
     w_gate, w_up, _ = (np.asarray(w, np.float64) for w in jmm.dequantize_weights(case.weights))
     limit, local = CONFIG.activation.limit, CONFIG.num_experts // RANKS
+    group = case.config.act_group
     gamma = CONFIG.hidden * 2.0**-24 / (1 - CONFIG.hidden * 2.0**-24)
     for rank in range(RANKS):
         valid = valid_rows(dispatched, rank)
@@ -108,9 +113,11 @@ def test_swiglu_codes_differ_only_where_fp32_error_reaches_a_tie(run):
             error = weight[row] * (1.1 * np.abs(up) * d_gate + np.abs(silu) * d_up)
             error += 5 * 2.0**-23 * np.abs(value) + 2.0**-140
             low, high = value - error, value + error
-            amax_low = np.maximum(0, np.abs(value) - error).reshape(-1, 32).max(axis=1)
-            amax_high = (np.abs(value) + error).reshape(-1, 32).max(axis=1)
-            sf_range = [sf_of(amax) for amax in (amax_low, amax_high)]
+            amax_low = np.maximum(0, np.abs(value) - error).reshape(-1, group).max(axis=1)
+            amax_high = (np.abs(value) + error).reshape(-1, group).max(axis=1)
+            sf_range = [np.repeat(sf_of(amax), group // 32) for amax in (amax_low, amax_high)]
+            same = sf[row].reshape(-1, group // 32)
+            assert (same == same[:, :1]).all()
             assert (sf_range[0] <= sf[row]).all() and (sf[row] <= sf_range[1]).all()
             scale = np.repeat(np.ldexp(1.0, sf[row].astype(int) - 127), 32)
             got = e4m3(codes[row]) * scale
@@ -179,8 +186,16 @@ def test_combine_is_bit_exact(run):
 def test_counters_are_clean_after_a_call(run):
     _, buffer, _, _ = run
     for rank in range(RANKS):
-        for region in ("expert_send_count", "expert_recv_count", "expert_recv_count_sum"):
+        for region in ("expert_send_count", "next_item"):
             assert not buffer.read(region, rank).any()
         for region in ("l1_arrival", "l1_empty", "l2_arrival", "l2_empty"):
             assert not buffer.read(region, rank).any()
         assert buffer.read("call_epoch", rank)[0] == 1
+
+
+def test_published_counts_carry_the_number_of_the_call(run):
+    _, buffer, dispatched, _ = run
+    for rank in range(RANKS):
+        words = buffer.read("expert_recv_count", rank)
+        assert (words >> 32 == 1).all()
+        np.testing.assert_array_equal(words & 0xFFFFFFFF, dispatched.recv_count[rank])

@@ -19,9 +19,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import generators
-from jax_megamoe import quantize, reference, unfused, weights
+from jax_megamoe import padding, quantize, reference, unfused, weights
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import MegaMoEError
+from moe_case import Case
 
 # TOKENS over all ranks: a token meets the same experts however tokens are split over ranks, so one
 # (compiled) reference serves every number of ranks.
@@ -88,6 +89,36 @@ def test_matches_the_reference_for_every_routing(num_ranks):
         x, idx, topk = inputs(kind, 1, num_ranks)
         y = layer(num_ranks)(x, idx, topk, quantized)
         compare(y, x, idx, topk)
+
+
+@pytest.mark.parametrize("granularity", [32, 128, "row"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(HIDDEN, INTER), (96, 160)])
+def test_granularities_and_widths(granularity, hidden, intermediate):
+    """Also from weights of a back end's layout, which are padded."""
+    config = MegaMoEConfig(
+        EXPERTS, TOP_K, hidden, intermediate, 26, activation_granularity=granularity
+    )
+    case = Case(np.random.default_rng(20), config, 4, 26, "masked")
+    case.add_outliers()
+    mesh = make_mesh(4)
+    padded = weights.to_layout(padding.pad_weights(case.weights, config), "cpu")
+    truth, plain = case.truth(), case.reference()
+    allowed = 2 * reference.relative_error(plain, truth) + BF16_UNIT
+    for differentiable in (False, True):
+        run = jax.jit(
+            lambda *operands, d=differentiable: unfused.mega_moe(
+                *operands, config, mesh, "ep", differentiable=d
+            )
+        )
+        y = run(*case.operands, case.weights)
+        assert reference.relative_error(y, truth) <= allowed
+        np.testing.assert_array_equal(
+            np.asarray(run(*case.operands, padded), np.float32), np.asarray(y, np.float32)
+        )
+    if granularity != 32:
+        pair = quantize.quantize_e4m3(case.x)
+        with pytest.raises(MegaMoEError, match=r"x\[1\]: got scale bytes that differ"):
+            unfused.mega_moe(pair, *case.operands[1:], case.weights, config, mesh, "ep")
 
 
 def emulated_ragged_all_to_all(
@@ -357,6 +388,17 @@ def on_mesh(function, *arguments):
     jax.eval_shape(mapped)
 
 
+NARROW = MegaMoEConfig(EXPERTS, TOP_K, HIDDEN, 96, TOKENS)
+
+
+def test_mosaic_is_not_chosen_for_parts_of_tiles(monkeypatch):
+    monkeypatch.setattr(unfused, "_target", lambda: ("cuda", None))
+    monkeypatch.setattr(unfused, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(unfused, "_has_mosaic", lambda: True)
+    assert unfused.choose("auto", "auto", config=CONFIG)[1] == "mosaic"
+    assert unfused.choose("auto", "auto", config=NARROW)[1] == "ragged_dot"
+
+
 def test_choices_on_cpu():
     chosen = []
     on_mesh(lambda: chosen.append(unfused.choose("auto", "auto")) or True)
@@ -369,6 +411,7 @@ def test_choices_on_cpu():
     [
         (("ragged_all_to_all", "auto"), "XLA:CPU does not implement ragged_all_to_all"),
         (("auto", "mosaic"), "compute capability 9.0"),
+        (("auto", "mosaic", False, NARROW), r"'mosaic' with hidden, intermediate = \(256, 96\)"),
         (("nccl", "auto"), "transport: got 'nccl'"),
         (("auto", "cublas"), "gemm: got 'cublas'"),
     ],

@@ -68,10 +68,3 @@ def test_one_gpu(rng, gemm, kind):
 def test_two_gpus(rng, transport, kind):
     case = Case(rng, CONFIG, 2, 100, kind)
     check(case, on_gpus(case, 2, "ragged_dot", transport), "ragged_dot")
-
-
-@pytest.mark.gpu
-def test_the_fused_layer_refuses_gpus_by_name():
-    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices("gpu")[:1])
-    with pytest.raises(jmm.MegaMoEError, match=r"platform 'gpu'; expected 'cpu'.*unfused"):
-        jmm.MegaMoE(CONFIG, mesh)

@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 
 import generators
 from jax_megamoe import quantize, weights
+from jax_megamoe._ffi import native
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError
 from jax_megamoe.weights import ExpertWeights
 
 FIELDS = ("w13", "w13_sf", "w2", "w2_sf")
 EXPERTS, INTER, HIDDEN = 3, 128, 256
+PERMUTATIONS = ("canonical", "cpu")
+GPU_LAYOUTS = ("sm90_fp8", "sm90_bf16")
 TO_LAYOUT = jax.jit(weights.to_layout, static_argnums=1)
 
 
@@ -35,6 +38,28 @@ def random_bytes(rng, num_experts=EXPERTS, intermediate=INTER, hidden=HIDDEN) ->
         draw(hidden, intermediate // 2),
         draw(hidden, intermediate // 32),
     )
+
+
+def foldable_bytes(rng, num_experts=EXPERTS, intermediate=INTER, hidden=HIDDEN, spread=14):
+    """Canonical weights that every layout holds: scales of a row at most `spread` binades apart,
+    groups of zeros of both signs with scale byte 1, rows of zeros."""
+
+    def draw(rows, columns):
+        codes = rng.integers(0, 256, (num_experts, rows, columns // 32, 16), dtype=np.uint8)
+        zeros = rng.random(codes.shape[:-1]) < 0.2
+        zeros |= (rng.random((num_experts, rows)) < 0.1)[..., None]
+        codes[zeros] &= 0x88
+        top = rng.integers(spread, 255, (num_experts, rows, 1))
+        sf = top - rng.integers(0, spread + 1, zeros.shape)
+        sf[zeros | ~((codes & 0x77) != 0).any(axis=-1)] = 1
+        packed = codes.reshape(num_experts, rows, columns // 2)
+        return jnp.asarray(packed), jnp.asarray(sf.astype(np.uint8))
+
+    return ExpertWeights(*draw(2 * intermediate, hidden), *draw(hidden, intermediate))
+
+
+def bytes_for(layout, rng) -> ExpertWeights:
+    return random_bytes(rng) if layout in PERMUTATIONS else foldable_bytes(rng)
 
 
 def dense():
@@ -108,32 +133,43 @@ def test_dequantize_weights_gives_gate_up_down_of_any_dtype():
 @pytest.mark.parametrize("layout", weights.LAYOUTS)
 def test_every_layout_has_an_exact_inverse(layout, jit):
     convert = TO_LAYOUT if jit else weights.to_layout
-    w = random_bytes(np.random.default_rng(1))
+    w = bytes_for(layout, np.random.default_rng(1))
     moved = convert(w, layout)
     assert moved.layout == layout
     weights.check_weights(moved, config(), EXPERTS)
-    for name in FIELDS:  # the same bytes, each as often as before
-        counts = [np.bincount(np.ravel(getattr(x, name)), minlength=256) for x in (w, moved)]
-        np.testing.assert_array_equal(*counts)
     assert_same(convert(moved, "canonical"), w)
-    for other in weights.LAYOUTS:
+    for other in PERMUTATIONS if layout in PERMUTATIONS else weights.LAYOUTS:
         assert_same(convert(convert(moved, other), layout), moved)
 
 
-def test_every_byte_value_survives():
+@pytest.mark.parametrize("layout", PERMUTATIONS)
+def test_every_byte_value_survives(layout):
     w = random_bytes(np.random.default_rng(2), num_experts=4)
     assert all(np.unique(getattr(w, name)).size == 256 for name in FIELDS)
-    for layout in weights.LAYOUTS:
-        assert_same(weights.to_layout(weights.to_layout(w, layout), "canonical"), w)
+    moved = weights.to_layout(w, layout)
+    for name in FIELDS:  # the same bytes, each as often as before
+        counts = [np.bincount(np.ravel(getattr(x, name)), minlength=256) for x in (w, moved)]
+        np.testing.assert_array_equal(*counts)
+    assert_same(weights.to_layout(moved, "canonical"), w)
 
 
-@given(st.sampled_from([1, 3]), st.integers(1, 2), st.integers(1, 2), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([1, 3]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
 @settings(max_examples=10, deadline=None)
 def test_layouts_are_inverse_for_any_shape(num_experts, intermediate, hidden, seed):
     rng = np.random.default_rng(seed)
-    w = random_bytes(rng, num_experts, 128 * intermediate, 128 * hidden)
     for layout in weights.LAYOUTS:
+        draw = random_bytes if layout in PERMUTATIONS else foldable_bytes
+        w = draw(rng, num_experts, 128 * intermediate, 128 * hidden)
         assert_same(TO_LAYOUT(TO_LAYOUT(w, layout), "canonical"), w)
+
+
+@pytest.mark.parametrize("layout", weights.LAYOUTS)
+def test_quantised_weights_survive_bit_for_bit(layout):
+    arrays = list(dense())
+    arrays[0][1, 5] = 0  # a row of zeros
+    arrays[2][2, 7, 32:64] = -0.0  # and a group
+    w = weights.quantize_weights(*arrays)
+    assert_same(weights.to_layout(weights.to_layout(w, layout), "canonical"), w)
 
 
 def test_interleave_order():
@@ -186,6 +222,275 @@ def test_cpu_panel_positions():
     assert panels["w13_sf"][1, 2, 70 // 32, 11] == canonical["w13_sf"][1, INTER + 19, 2]
 
 
+# GPU layouts -------------------------------------------------------------------------------------
+
+
+def all_rows(rows):
+    """Canonical row that stands in each row of linear 1: 8 gate, 8 up, 8 gate, ..."""
+    pair, j = np.divmod(np.arange(rows), 16)
+    return np.where(j < 8, 8 * pair + j, rows // 2 + 8 * pair + j - 8)
+
+
+def places(layout, chunks, rows, columns):
+    """What the kernel reads for every weight of a matrix, by the addresses it uses.
+
+    Returns [rows, columns] each: the word, the code's number in it, the group's exponent code.
+    """
+    r, k = np.arange(rows)[:, None], np.arange(columns)[None, :]
+    block, within = r % 128 // 64, r % 64
+    warp, half, g = within // 16, within % 16 // 8, within % 8
+    group, i = k % 128 // 32, k % 32
+    if layout == "sm90_fp8":
+        q, code = i % 16 // 4, 4 * (i // 16) + i % 4
+    else:
+        q, code = i % 8 // 2, 2 * (i // 8) + i % 2
+    thread, word = 32 * warp + 4 * g + q, 2 * (group % 2) + half
+    offset = 4096 * block + 2048 * (group // 2) + 16 * thread + 4 * word
+    chunk = chunks[r // 128, k // 128]
+    at = [np.take_along_axis(chunk, (offset + b)[..., None], 2)[..., 0] for b in range(4)]
+    words = sum(byte.astype(np.uint32) << np.uint32(8 * b) for b, byte in enumerate(at))
+    if layout == "sm90_fp8":
+        offset = 8192 + 128 * block + 4 * (8 * warp + g) + 2 * half + group // 2
+        exponents = np.take_along_axis(chunk, offset[..., None], 2)[..., 0] >> (4 * (group % 2))
+        return words, code, exponents & 15
+    offset = 8192 + 256 * block + 4 * (2 * (8 * warp + g) + half) + group
+    return words, code, np.take_along_axis(chunk, offset[..., None], 2)[..., 0]
+
+
+def byte_permute(low, high, selectors):
+    """PRMT with 3-bit selectors: byte t of the result is the selectors' nibble t of (high, low)."""
+    table = (np.uint64(high) << np.uint64(32)) | np.uint64(low)
+    result = np.zeros_like(selectors)
+    for t in range(4):
+        chosen = (selectors >> np.uint32(4 * t)) & np.uint32(7)
+        byte = (table >> (np.uint64(8) * chosen.astype(np.uint64))) & np.uint64(255)
+        result |= byte.astype(np.uint32) << np.uint32(8 * t)
+    return result
+
+
+def rotate_left(word, count):
+    return (word << np.uint32(count)) | (word >> np.uint32(32 - count))
+
+
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def widened_fp8(words, codes, exponents):
+    """E4M3 values, as the kernel makes them: two table lookups and the signs a word."""
+    values = np.full(words.shape, np.nan)
+    signs = np.uint32(0x80808080)
+    for exponent in range(16):
+        factor = 0.0 if exponent == 15 else 2.0 ** (6 - exponent)
+        table = (factor * E2M1_VALUES).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(table.astype(np.float64), factor * E2M1_VALUES)  # exact
+        low, high = table.view("<u4")
+        first = byte_permute(low, high, words & np.uint32(0x7777)) | (words & signs)
+        second = byte_permute(low, high, (words >> np.uint32(16)) & np.uint32(0x7777))
+        second |= (words << np.uint32(4)) & signs
+        both = np.stack([first, second], axis=-1)
+        e4m3 = both.view(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        mine = np.take_along_axis(e4m3, codes[..., None], -1)[..., 0]
+        values = np.where(exponents == exponent, mine, values)
+    return values
+
+
+def widened_bf16(words, codes, exponents):
+    """BF16 values, as the kernel makes them: rotate, mask, multiply by a power of two."""
+    mask, upper = np.uint32(0x81C081C0), np.uint32(0x01000100)
+    pairs = [rotate_left(words, count) & mask for count in (2, 6, 12)]
+    pairs.append(((words & upper) | (rotate_left(words, 8) & ~upper)) & mask)
+    bf16 = np.stack(pairs, axis=-1).view(np.uint16).view(ml_dtypes.bfloat16)
+    scale = (exponents.astype(np.uint16) << 7).view(ml_dtypes.bfloat16)
+    return (np.take_along_axis(bf16, codes[..., None], -1)[..., 0] * scale).astype(np.float64)
+
+
+def kernel_values(layout, chunks, base, columns):
+    """[rows, columns] float64: every weight as the kernel sees it."""
+    words, codes, exponents = places(layout, chunks, base.size, columns)
+    codes = np.broadcast_to(codes, words.shape)
+    base = base.astype(np.float64)[:, None] - 127
+    if layout == "sm90_fp8":
+        return widened_fp8(words, codes, exponents) * 2.0 ** (base - 6)
+    return widened_bf16(words, codes, exponents) * 2.0**base
+
+
+def canonical_values(packed, sf):
+    packed = np.asarray(packed)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    scales = 2.0 ** (np.repeat(np.asarray(sf).astype(np.float64), 32, axis=-1) - 127)
+    return np.where(codes & 8, -1, 1) * E2M1_VALUES[codes & 7] * scales
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_chunks_are_the_kernels(layout):
+    granularities = (32,) if layout == "sm90_bf16" else (0, 128)
+    for granularity in granularities:
+        assert native.gpu_weight_chunk_bytes(granularity) == weights.gpu_chunk_bytes(layout)
+    assert native.GPU_WEIGHT_CHUNK_ROWS == weights.GPU_CHUNK
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_words_use_every_bit_once(layout):
+    assert sorted(np.ravel(weights.word_bits(layout))) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("layout", "spread"), [("sm90_fp8", 14), ("sm90_bf16", 14), ("sm90_bf16", 132)]
+)
+def test_kernel_sees_the_canonical_values(layout, spread):
+    intermediate, hidden = 256, 384
+    w = foldable_bytes(np.random.default_rng(20), 2, intermediate, hidden, spread)
+    moved = weights.to_layout(w, layout)
+    chunk = 8192 + (256 if layout == "sm90_fp8" else 512)
+    assert weights.gpu_chunk_bytes(layout) == chunk
+    assert moved.w13.shape == (2, 4, 3, chunk) and moved.w13_sf.shape == (2, 512)
+    assert moved.w2.shape == (2, 3, 2, chunk) and moved.w2_sf.shape == (2, 384)
+    order = all_rows(2 * intermediate)
+    want13, want2 = canonical_values(w.w13, w.w13_sf), canonical_values(w.w2, w.w2_sf)
+    arrays = {name: np.asarray(getattr(moved, name)) for name in FIELDS}
+    for expert in range(2):
+        got = kernel_values(layout, arrays["w13"][expert], arrays["w13_sf"][expert], hidden)
+        np.testing.assert_array_equal(got, want13[expert, order])
+        got = kernel_values(layout, arrays["w2"][expert], arrays["w2_sf"][expert], intermediate)
+        np.testing.assert_array_equal(got, want2[expert])
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_bases_are_the_largest_scale_that_counts(layout):
+    w = foldable_bytes(np.random.default_rng(21))
+    packed, sf = np.array(w.w2), np.array(w.w2_sf)
+    packed[0, 3] = 0x80  # zeros of both signs: a row without a scale
+    sf[0, 3] = 77
+    packed[0, 4, 16:32] = 0x08  # a group of zeros, whose large scale does not count
+    packed[0, 4, :16] = 0x21
+    sf[0, 4, :] = (100, 200, 99, 98)
+    packed[0, 4, 32:] = 0x77
+    moved = weights.to_layout(dataclasses.replace(w, w2=packed, w2_sf=sf), layout)
+    assert moved.w2_sf[0, 3] == 1 and moved.w2_sf[0, 4] == 100
+    back = weights.to_layout(moved, "canonical")
+    np.testing.assert_array_equal(back.w2, packed)
+    assert back.w2_sf[0, 3].tolist() == [1, 1, 1, 1]  # the quantiser's scale for zeros
+    assert back.w2_sf[0, 4].tolist() == [100, 1, 99, 98]
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_any_bytes_keep_their_values_or_become_nan(layout):
+    """Nothing comes back with another finite value, whatever the bytes."""
+    w = random_bytes(np.random.default_rng(22), 2, 128, 256)
+    codes = np.array(w.w2)
+    codes[:, ::3, :48] &= 0x88
+    w = dataclasses.replace(w, w2=jnp.asarray(codes))
+    back = TO_LAYOUT(TO_LAYOUT(w, layout), "canonical")
+    for packed, sf, same, new in (
+        (w.w13, w.w13_sf, back.w13, back.w13_sf),
+        (w.w2, w.w2_sf, back.w2, back.w2_sf),
+    ):
+        np.testing.assert_array_equal(same, packed)
+        sf, new = np.asarray(sf).astype(int), np.asarray(new).astype(int)
+        groups = np.asarray(packed).reshape(*sf.shape, 16)
+        nonzero = ((groups & 0x77) != 0).any(axis=-1)
+        spread = np.where(nonzero, sf, 0).max(-1) - np.where(nonzero, sf, 256).min(-1)
+        limit = {"sm90_fp8": 14, "sm90_bf16": 252}[layout]
+        nan = (sf == 255).any(-1) | (spread > limit)
+        assert nan.any()  # rows of both kinds; linear 1's of the FP8 layout are all too wide
+        want = np.where(nonzero, sf, 1)
+        want[nan] = 255
+        np.testing.assert_array_equal(new, want)
+    assert not (np.asarray(back.w2_sf) == 255).all()
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_what_cannot_be_folded_is_refused_or_nan(layout):
+    limit = {"sm90_fp8": 14, "sm90_bf16": 252}[layout]
+    assert weights.MAX_SPREAD[layout] == limit
+    clean = foldable_bytes(np.random.default_rng(23), spread=0)
+
+    def with_scales(name, row, scales):
+        sf, packed = np.array(getattr(clean, f"{name}_sf")), np.array(getattr(clean, name))
+        sf[1, row, : len(scales)] = scales
+        packed[1, row, : 16 * len(scales)] = 0x11
+        packed[1, row, 16 * len(scales) :] = 0
+        changed = {name: jnp.asarray(packed), f"{name}_sf": jnp.asarray(sf)}
+        return dataclasses.replace(clean, **changed)
+
+    widest = with_scales("w2", 9, (limit + 1, 1))
+    weights.check_foldable(widest, layout)
+    back = weights.to_layout(weights.to_layout(widest, layout), "canonical")
+    assert back.w2_sf[1, 9, :2].tolist() == [limit + 1, 1]
+
+    too_wide = f"2^{limit + 1} apart (1 of "
+    remedy = "activation_granularity=32" if layout == "sm90_fp8" else "source of these weights"
+    for name, row, scales, operand, got in (
+        ("w2", 9, (limit + 2, 1), "weights.w2, expert 1, row 9", too_wide),
+        ("w13", 9, (limit + 2, 1), "weights.w13, expert 1, gate row 9", too_wide),
+        ("w13", INTER + 9, (1, limit + 2), "weights.w13, expert 1, up row 9", too_wide),
+        ("w2", 9, (255,), "weights.w2, expert 1, row 9", "scale byte 255, a NaN"),
+    ):
+        w = with_scales(name, row, scales)
+        want_remedy = "source of these weights" if 255 in scales else remedy
+        for call in (
+            lambda w=w: weights.to_layout(w, layout),
+            lambda w=w: weights.check_foldable(w, layout),
+            lambda w=w: weights.check_foldable(weights.to_layout(w, "cpu"), layout),
+        ):
+            refused(call, operand, got, want_remedy)
+        weights.check_foldable(w, "cpu")
+        traced = TO_LAYOUT(w, layout)
+        values = weights.dequantize_stacked(traced)[name == "w2"]
+        nan_rows = np.isnan(values).all(axis=-1)
+        assert np.argwhere(nan_rows).tolist() == [[1, row]]
+        assert np.isnan(values).sum() == values.shape[-1]
+        interleaved = np.flatnonzero(all_rows(2 * INTER) == row)[0] if name == "w13" else row
+        assert getattr(traced, f"{name}_sf")[1, interleaved] == 255
+
+
+def test_layouts_of_sharded_weights():
+    """Every device converts its own experts, and the check looks at all of them."""
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices("cpu")[:4])
+    spec = jax.sharding.PartitionSpec("ep")
+    w = foldable_bytes(np.random.default_rng(24), num_experts=8)
+    placed = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+    for layout in GPU_LAYOUTS:
+        weights.check_foldable(placed, layout)
+
+        def convert(part, layout=layout):
+            return weights.to_layout(part, layout)
+
+        moved = jax.shard_map(convert, mesh=mesh, in_specs=spec, out_specs=spec)(placed)
+        assert moved.w13.sharding.spec == spec
+        assert_same(moved, weights.to_layout(w, layout))
+    bad = np.array(w.w2_sf)
+    bad[6, 2, 1] = 255
+    bad = jax.device_put(bad, placed.w2_sf.sharding)
+    refused(
+        lambda: weights.check_foldable(dataclasses.replace(placed, w2_sf=bad), "sm90_fp8"),
+        "weights.w2, expert 6, row 2",
+    )
+
+
+def test_check_weights_wants_padded_widths_of_a_back_end():
+    narrow = config(hidden=HIDDEN - 32, intermediate=INTER - 64)
+    w = foldable_bytes(np.random.default_rng(26))
+    for layout in weights.LAYOUTS:
+        weights.check_weights(weights.to_layout(w, layout), narrow, EXPERTS)
+    own = ExpertWeights(
+        w.w13[:, : 2 * (INTER - 64), : HIDDEN // 2 - 16],
+        w.w13_sf[:, : 2 * (INTER - 64), : HIDDEN // 32 - 1],
+        w.w2[:, : HIDDEN - 32, : INTER // 2 - 32],
+        w.w2_sf[:, : HIDDEN - 32, : INTER // 32 - 2],
+    )
+    weights.check_weights(own, narrow, EXPERTS)
+    refused(lambda: weights.check_weights(own, config(), EXPERTS), "weights.w13 (canonical")
+
+
+def test_conversion_takes_an_expert_at_a_time():
+    w = random_bytes(np.random.default_rng(25), 16, 256, 512)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(w))
+    for layout in GPU_LAYOUTS:
+        memory = TO_LAYOUT.lower(w, layout).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < size, layout
+
+
 @pytest.mark.parametrize("layout", weights.LAYOUTS)
 def test_dequantised_values_do_not_depend_on_the_layout(layout):
     w = weights.quantize_weights(*dense())
@@ -206,7 +511,7 @@ def test_same_layout_is_no_copy():
 
 @pytest.mark.parametrize("layout", weights.LAYOUTS)
 def test_pytree_keeps_the_layout(layout):
-    w = weights.to_layout(random_bytes(np.random.default_rng(5)), layout)
+    w = weights.to_layout(bytes_for(layout, np.random.default_rng(5)), layout)
     leaves, treedef = jax.tree.flatten(w)
     assert len(leaves) == 4
     assert_same(jax.tree.unflatten(treedef, leaves), w)
@@ -222,7 +527,7 @@ def test_layouts_are_different_trees():
         jax.tree.map(lambda a, b: a, w, cpu)
 
 
-@pytest.mark.parametrize("layout", weights.LAYOUTS)
+@pytest.mark.parametrize("layout", PERMUTATIONS)
 def test_tree_map_under_jit_and_donation(layout):
     w = weights.to_layout(random_bytes(np.random.default_rng(7)), layout)
     want = jax.tree.map(lambda a: np.asarray(a) ^ 0xFF, w)
@@ -318,7 +623,7 @@ def test_messages_of_to_layout():
 
 @pytest.mark.parametrize("layout", weights.LAYOUTS)
 def test_messages_of_check_weights(layout):
-    w = weights.to_layout(random_bytes(np.random.default_rng(10)), layout)
+    w = weights.to_layout(bytes_for(layout, np.random.default_rng(10)), layout)
     weights.check_weights(w, config(), EXPERTS)
     refused(
         lambda: weights.check_weights({"w13": w.w13}, config(), EXPERTS),

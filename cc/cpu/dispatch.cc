@@ -11,7 +11,8 @@
 namespace jax_megamoe::cpu {
 namespace {
 
-void stage_row(const RankView& view, uint32_t token) {
+// `values` is scratch of one row.
+void stage_row(const RankView& view, uint32_t token, std::vector<float>& values) {
   const uint64_t hidden = view.shape.hidden;
   const uint64_t num_groups = hidden / kSfGroup;
   uint8_t* codes = view.local<Region::x>() + token * hidden;
@@ -22,10 +23,11 @@ void stage_row(const RankView& view, uint32_t token) {
     return;
   }
   const uint16_t* row = static_cast<const uint16_t*>(view.args.x) + token * hidden;
-  for (uint64_t group = 0; group < num_groups; ++group) {
-    float values[kSfGroup];
-    for (uint32_t i = 0; i < kSfGroup; ++i) values[i] = bf16_to_float(row[group * kSfGroup + i]);
-    sf[group] = quantize_group_e4m3(values, codes + group * kSfGroup);
+  for (uint64_t i = 0; i < hidden; ++i) values[i] = bf16_to_float(row[i]);
+  const uint64_t group = view.args.granularity == 0 ? hidden : view.args.granularity;
+  for (uint64_t first = 0; first < hidden; first += group) {
+    quantize_e4m3(&values[first], static_cast<uint32_t>(group), codes + first,
+                  sf + first / kSfGroup);
   }
 }
 
@@ -47,10 +49,11 @@ int32_t checked_expert(const RankView& view, uint64_t slot) {
 
 void stage_input(const RankView& view) {
   const uint32_t top_k = view.shape.top_k;
+  std::vector<float> values(view.shape.hidden);
   int32_t* topk_idx = view.local<Region::topk_idx>();
   float* topk_weights = view.local<Region::topk_weights>();
   for (uint32_t token = view.worker; token < view.num_tokens; token += view.num_threads()) {
-    stage_row(view, token);
+    stage_row(view, token, values);
     for (uint32_t k = 0; k < top_k; ++k) {
       const uint64_t slot = uint64_t{token} * top_k + k;
       topk_idx[slot] = checked_expert(view, slot);
@@ -82,14 +85,24 @@ void dispatch_publish(const RankView& view) {
                      view.rank * shape.max_slots_per_rank();
     list[next[expert]++] = static_cast<uint32_t>(slot);
   }
+  const uint64_t call = *view.local<Region::call_epoch>() + 1;
   for (uint32_t expert = 0; expert < shape.num_experts; ++expert) {
-    const uint32_t owner = shape.owner_of(expert);
-    const uint32_t local_expert = expert % num_local;
-    view.remote<Region::expert_recv_count>(owner)[view.rank * num_local + local_expert] =
-        send_count[expert];
-    add_release<Region::expert_recv_count_sum>(
-        view, owner, local_expert, pack_recv_count(static_cast<uint32_t>(send_count[expert])));
+    store_release<Region::expert_recv_count>(
+        view, shape.owner_of(expert), view.rank * num_local + expert % num_local,
+        published_count(call, static_cast<uint32_t>(send_count[expert])));
   }
+}
+
+bool receive_counts(const RankView& view, std::vector<uint32_t>& counts) {
+  const uint64_t num_counts = uint64_t{view.shape.num_ranks} * view.shape.num_local_experts();
+  const uint64_t wanted = published_count(*view.local<Region::call_epoch>() + 1, 0);
+  counts.resize(num_counts);
+  for (uint64_t i = 0; i < num_counts; ++i) {
+    if (!wait_at_least<Region::expert_recv_count>(view, i, wanted, i)) return false;
+    counts[i] = count_rows(
+        load_acquire<Region::expert_recv_count>(view.local<Region::expert_recv_count>() + i));
+  }
+  return true;
 }
 
 bool dispatch_pull(const RankView& view) {
@@ -97,14 +110,13 @@ bool dispatch_pull(const RankView& view) {
   const uint32_t num_local = shape.num_local_experts();
   const uint64_t hidden = shape.hidden;
   const uint64_t num_groups = hidden / kSfGroup;
-  const uint64_t* recv_count = view.local<Region::expert_recv_count>();
+  std::vector<uint32_t> counts;
+  if (!receive_counts(view, counts)) return false;
   TokenSource* metadata = view.local<Region::token_src_metadata>();
   std::vector<uint32_t> list_start(shape.num_ranks, 0);  // of the expert, in each source's list
   uint32_t pool_block = 0;
   for (uint32_t expert = 0; expert < num_local; ++expert) {
-    const auto count_of = [&](uint32_t source) {
-      return static_cast<uint32_t>(recv_count[source * num_local + expert]);
-    };
+    const auto count_of = [&](uint32_t source) { return counts[source * num_local + expert]; };
     uint32_t num_rows = 0;
     for (uint32_t source = 0; source < shape.num_ranks; ++source) num_rows += count_of(source);
     for (uint32_t row = 0; row < num_rows; ++row) {

@@ -23,9 +23,9 @@ bool linear1(const RankView& view, const Block& block, MathWorker& worker) {
     worker.rows_phase = block.phase;
     worker.rows_pool_block = block.pool_block;
   }
-  constexpr uint32_t kPanels = kBlockN / kPanel;
-  const uint64_t first_panel =
-      (uint64_t{block.expert} * shape.linear1_n_blocks() + block.n_block) * kPanels;
+  constexpr uint32_t kPanels = kL1ItemRows / kPanel;
+  const uint64_t items = shape.linear1_n_blocks() / kL1ItemBlocks;
+  const uint64_t first_panel = (block.expert * items + block.n_block) * kPanels;
   multiply_panels(worker.rows.data(), block.valid_m, shape.hidden,
                   view.args.w13 + first_panel * (k / 2) * kPanel,
                   view.args.w13_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,

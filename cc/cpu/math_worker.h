@@ -11,7 +11,7 @@ namespace jax_megamoe::cpu {
 
 struct MathWorker {
   std::vector<float> rows;         // [block_m][K] widened activations of one M-block
-  std::vector<float> accumulator;  // [block_m][kBlockN]
+  std::vector<float> accumulator;  // [block_m][kL1ItemRows], or [block_m][kBlockN] in linear 2
   std::vector<float> weights;      // one widened panel chunk
 
   // Which M-block `rows` holds: consecutive items of a worker mostly share it.
@@ -20,7 +20,7 @@ struct MathWorker {
 
   explicit MathWorker(const MoeShape& shape)
       : rows(uint64_t{shape.block_m} * max_of(shape.hidden, shape.intermediate)),
-        accumulator(uint64_t{shape.block_m} * kBlockN) {}
+        accumulator(uint64_t{shape.block_m} * kL1ItemRows) {}
 
   bool holds(const Block& block) const {
     return rows_phase == block.phase && rows_pool_block == int64_t{block.pool_block};

@@ -2,7 +2,6 @@
 
 #include <sys/mman.h>
 
-#include <cstdio>
 #include <cstring>
 #include <new>
 
@@ -11,6 +10,7 @@
 #include "cpu/linear1.h"
 #include "cpu/linear2.h"
 #include "cpu/wait.h"
+#include "report/failure_text.h"
 
 namespace jax_megamoe::cpu {
 namespace {
@@ -37,16 +37,6 @@ void dispatch_role(const RankView& view) {
   ++*view.local<Region::call_epoch>();
 }
 
-// Reads the row counts of all local experts, once every rank has published them.
-bool receive_counts(const RankView& view, std::vector<uint32_t>& rows_of_expert) {
-  for (uint32_t expert = 0; expert < view.shape.num_local_experts(); ++expert) {
-    if (!wait_recv_count(view, expert)) return false;
-    rows_of_expert[expert] = recv_rows(load_acquire<Region::expert_recv_count_sum>(
-        view.local<Region::expert_recv_count_sum>() + expert));
-  }
-  return true;
-}
-
 void report_counts(const RankView& view, const std::vector<uint32_t>& rows_of_expert) {
   uint32_t total = 0;
   for (size_t expert = 0; expert < rows_of_expert.size(); ++expert) {
@@ -65,13 +55,17 @@ void report_counts(const RankView& view, const std::vector<uint32_t>& rows_of_ex
 void math_role(RankView view, MathWorker& math) {
   stage_input(view);
   if (!grid_barrier(view, kInputStaged)) return;
+  std::vector<uint32_t> counts;
+  if (!receive_counts(view, counts)) return;
   std::vector<uint32_t> rows_of_expert(view.shape.num_local_experts());
-  if (!receive_counts(view, rows_of_expert)) return;
+  for (size_t i = 0; i < counts.size(); ++i) rows_of_expert[i % rows_of_expert.size()] += counts[i];
   if (view.worker == 0) report_counts(view, rows_of_expert);
   math.rows_pool_block = -1;
   const auto rows = [&](uint32_t expert) { return rows_of_expert[expert]; };
-  const bool finished =
-      for_each_block(view.shape, view.worker, view.num_workers, rows, [&](const Block& block) {
+  const ItemCounts items = {view.shape.linear1_n_blocks() / kL1ItemBlocks,
+                            view.shape.linear2_n_blocks()};
+  const bool finished = for_each_block(
+      view.shape, items, view.worker, view.num_workers, rows, [&](const Block& block) {
         view.role = block.phase == Phase::kLinear1 ? "linear1" : "linear2";
         return block.phase == Phase::kLinear1 ? linear1(view, block, math)
                                               : linear2(view, block, math);
@@ -89,15 +83,7 @@ std::string out_of_range_text(const MoeShape& shape, const CallArgs& args, uint3
   const long long expert = args.topk_idx_is_64bit
                                ? static_cast<const int64_t*>(args.topk_idx)[slot]
                                : static_cast<const int32_t*>(args.topk_idx)[slot];
-  char text[384];
-  std::snprintf(text, sizeof(text),
-                "jax_megamoe: topk_idx: got expert id %lld at token %llu, slot %llu of rank %u (%u "
-                "such slots); expected -1 or 0..%u. Fix the router, mask the slot with -1, or set "
-                "checked=False to have such slots dropped and counted.",
-                expert, static_cast<unsigned long long>(slot / shape.top_k),
-                static_cast<unsigned long long>(slot % shape.top_k), rank, count,
-                shape.num_experts - 1);
-  return text;
+  return report::out_of_range_text(shape, rank, expert, slot, count);
 }
 
 }  // namespace
@@ -156,12 +142,7 @@ CallResult MegaMoeGroup::run(const std::vector<CallArgs>& args, double timeout_s
     const bool valid = tokens >= 0 && tokens <= int64_t{args[rank].num_rows};
     num_tokens_[rank] = valid ? static_cast<uint32_t>(tokens) : 0;
     if (!valid && result.refusal.empty()) {
-      char text[256];
-      std::snprintf(text, sizeof(text),
-                    "jax_megamoe: num_tokens: got %lld on rank %u; expected 0..%u, the rows of x. "
-                    "Pass the number of leading rows that hold tokens.",
-                    static_cast<long long>(tokens), rank, args[rank].num_rows);
-      result.refusal = text;
+      result.refusal = report::num_tokens_text(rank, tokens, args[rank].num_rows);
     }
   }
 

@@ -19,6 +19,10 @@ namespace jax_megamoe::cpu {
 // repeat it, more would pad small experts' pools without a gain.
 inline constexpr uint32_t kBlockM = 64;
 
+// N-blocks that one item of linear 1 covers: its 128 channels can share one scale.
+inline constexpr uint32_t kL1ItemBlocks = 2;
+inline constexpr uint32_t kL1ItemRows = kL1ItemBlocks * kBlockN;  // weight rows, gate and up
+
 enum StatusWord : uint32_t {
   kStatusOutOfRange = 0,    // this rank's slots whose expert id was outside [-1, E)
   kStatusReceivedRows = 1,  // rows this rank received from all ranks
@@ -41,10 +45,12 @@ struct CallArgs {
   const uint8_t* w2 = nullptr;      // [E/R, H/16, I/2, 16]
   const uint8_t* w2_sf = nullptr;   // [E/R, H/16, I/32, 16]
   float swiglu_limit = 0;           // +infinity: no clamp
-  bool checked = false;             // an out-of-range expert id fails the call
-  uint16_t* y = nullptr;            // [num_rows, hidden] bf16
-  int32_t* received = nullptr;      // [E/R] rows per local expert
-  int32_t* status = nullptr;        // [kNumStatusWords]
+  // Elements that share one scale: 32, 128, or 0: all of x's row, and 128 of SwiGLU's output.
+  uint32_t granularity = kSfGroup;
+  bool checked = false;         // an out-of-range expert id fails the call
+  uint16_t* y = nullptr;        // [num_rows, hidden] bf16
+  int32_t* received = nullptr;  // [E/R] rows per local expert
+  int32_t* status = nullptr;    // [kNumStatusWords]
 };
 
 // A wait that a thread is in right now, kept so that a timeout can say who waits for what.

@@ -13,13 +13,14 @@ bool swiglu_epilogue(const RankView& view, const Block& block, const float* accu
                                        block.pool_block)) {
     return false;
   }
-  constexpr uint32_t kColumns = kBlockN / 2;
+  constexpr uint32_t kColumns = kL1ItemRows / 2;
+  const uint32_t group = view.args.granularity == 0 ? kColumns : view.args.granularity;
   const uint64_t width = shape.intermediate;
   const uint64_t first_column = uint64_t{block.n_block} * kColumns;
   for (uint32_t m = 0; m < block.valid_m; ++m) {
     const uint64_t row = uint64_t{ring.slot} * shape.block_m + m;
     const float weight = view.local<Region::l1_topk_weights>()[row];
-    const float* tile = accumulator + uint64_t{m} * kBlockN;
+    const float* tile = accumulator + uint64_t{m} * kL1ItemRows;
     float values[kColumns];
     for (uint32_t column = 0; column < kColumns; ++column) {
       const uint32_t gate = column / kInterleave * 2 * kInterleave + column % kInterleave;
@@ -27,13 +28,13 @@ bool swiglu_epilogue(const RankView& view, const Block& block, const float* accu
     }
     uint8_t* codes = view.local<Region::l2_acts>() + row * width + first_column;
     uint8_t* sf = view.local<Region::l2_acts_sf>() + (row * width + first_column) / kSfGroup;
-    for (uint32_t group = 0; group < kColumns / kSfGroup; ++group) {
-      sf[group] = quantize_group_e4m3(values + group * kSfGroup, codes + group * kSfGroup);
+    for (uint32_t first = 0; first < kColumns; first += group) {
+      quantize_e4m3(values + first, group, codes + first, sf + first / kSfGroup);
     }
   }
   // Only now is the M-block's input no longer needed: the routing weights are part of it.
-  add_release<Region::l1_empty>(view, view.rank, ring.slot, 1);
-  add_release<Region::l2_arrival>(view, view.rank, ring.slot, 1);
+  add_release<Region::l1_empty>(view, view.rank, ring.slot, kL1ItemBlocks);
+  add_release<Region::l2_arrival>(view, view.rank, ring.slot, kL1ItemBlocks);
   return true;
 }
 

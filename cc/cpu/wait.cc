@@ -2,43 +2,27 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <thread>
+
+#include "report/failure_text.h"
 
 namespace jax_megamoe::cpu {
 
 namespace {
 
 std::string describe(const RankView& view, const PendingWait& wait) {
-  const RegionInfo& info = view.layout.at(wait.region);
-  char text[256];
-  std::snprintf(text, sizeof(text),
-                "rank %u, worker %u, role %s waited for %s[%llu] (written by: %s): wanted %llu, "
-                "seen %llu",
-                wait.rank, wait.worker, wait.role, info.name,
-                static_cast<unsigned long long>(wait.index), info.writer,
-                static_cast<unsigned long long>(wait.wanted),
-                static_cast<unsigned long long>(wait.load(wait.word)));
-  return text;
+  return report::wait_text(
+      view.shape, {wait.rank, "worker", wait.worker, wait.role, static_cast<uint32_t>(wait.region),
+                   wait.index, wait.wanted, wait.load(wait.word)});
 }
 
 // Many waits hang when one signal is lost. The message leads with the one earliest in the protocol.
 std::string timeout_text(const RankView& view, std::vector<const PendingWait*> pending) {
-  constexpr size_t kMaxListed = 8;
   std::stable_sort(pending.begin(), pending.end(),
                    [](const auto* a, const auto* b) { return a->order < b->order; });
-  char head[64];
-  std::snprintf(head, sizeof(head), "jax_megamoe: timed out after %.3g s: ", view.call.timeout_s);
-  std::string text = head + describe(view, *pending[0]);
-  text += ". If a rank is only slow, raise MegaMoEConfig.timeout_s.";
-  if (pending.size() > 1) text += " Also waiting:";
-  for (size_t i = 1; i < std::min(pending.size(), kMaxListed); ++i) {
-    text += "\n  " + describe(view, *pending[i]);
-  }
-  if (pending.size() > kMaxListed) {
-    text += "\n  and " + std::to_string(pending.size() - kMaxListed) + " more";
-  }
-  return text;
+  std::vector<std::string> waits;
+  for (const PendingWait* wait : pending) waits.push_back(describe(view, *wait));
+  return report::timeout_text(view.call.timeout_s, waits);
 }
 
 }  // namespace
@@ -52,7 +36,7 @@ uint64_t wait_order(Region region, uint64_t position) {
       return at(kGridStage[position - 1], 0);
     case Region::rank_barrier:
       return at(kRankStage[position - 1], 0);
-    case Region::expert_recv_count_sum:
+    case Region::expert_recv_count:
       return at(1, 0);
     case Region::l1_empty:
       return at(3, position * 4);
@@ -69,7 +53,7 @@ bool wait_slow(const RankView& view, Region region, uint64_t index, uint64_t wan
                uint64_t position, uint64_t (*load)(const void*), const void* word) {
   // Threads outnumber cores here: yield at first, sleep when the producer is clearly not running.
   for (uint32_t round = 0; round < 32; ++round) {
-    if (load(word) >= wanted) return true;
+    if (reached(load(word), wanted)) return true;
     std::this_thread::yield();
   }
   using Clock = std::chrono::steady_clock;
@@ -89,10 +73,10 @@ bool wait_slow(const RankView& view, Region region, uint64_t index, uint64_t wan
     std::lock_guard<std::mutex> lock(call.mutex);
     call.pending.push_back(&wait);
   }
-  bool reached = false;
+  bool arrived = false;
   for (uint32_t round = 0;; ++round) {
-    reached = load(word) >= wanted;
-    if (reached || call.aborted.load(std::memory_order_acquire)) break;
+    arrived = reached(load(word), wanted);
+    if (arrived || call.aborted.load(std::memory_order_acquire)) break;
     if (Clock::now() > deadline) {
       std::lock_guard<std::mutex> lock(call.mutex);
       if (call.failure.empty()) call.failure = timeout_text(view, call.pending);
@@ -103,7 +87,7 @@ bool wait_slow(const RankView& view, Region region, uint64_t index, uint64_t wan
   }
   std::lock_guard<std::mutex> lock(call.mutex);
   std::erase(call.pending, &wait);
-  return reached;
+  return arrived;
 }
 
 bool drop_signal(const RankView& view, Region region) {

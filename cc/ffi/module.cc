@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "ffi/gpu_module.h"
 #include "ffi/handlers.h"
 #include "host/symmetric_buffer.h"
 #include "protocol/dispatch_order.h"
@@ -104,16 +105,13 @@ void create_buffer(const std::string& key, const MoeShape& shape,
   if (!shape.valid() || shape.block_m != cpu::kBlockM || workers_per_rank == 0) {
     throw std::invalid_argument("jax_megamoe: create_buffer: shape or workers_per_rank is invalid");
   }
-  host::register_buffer(
-      std::make_shared<host::SymmetricBuffer>(key, shape, groups, workers_per_rank));
+  host::register_buffer(std::make_shared<host::CpuBuffer>(key, shape, groups, workers_per_rank));
 }
 
 void poison_buffer(const std::string& key) {
   const auto buffer = require_buffer(key);
   nb::gil_scoped_release release;
-  for (uint32_t group = 0; group < buffer->num_groups(); ++group) {
-    buffer->queue(group).with_idle_group([](cpu::MegaMoeGroup& g) { g.poison(); });
-  }
+  buffer->poison();
 }
 
 void arm_fault(const std::string& key, uint32_t group, const std::string& region, uint32_t rank) {
@@ -121,20 +119,18 @@ void arm_fault(const std::string& key, uint32_t group, const std::string& region
   const uint32_t index = region_index(region);
   require_rank(*buffer, group, rank);
   nb::gil_scoped_release release;
-  buffer->queue(group).with_idle_group([&](cpu::MegaMoeGroup& g) { g.arm_fault(index, rank); });
+  buffer->arm_fault(group, index, rank);
 }
 
 nb::bytes read_region(const std::string& key, uint32_t group, uint32_t rank,
                       const std::string& name) {
   const auto buffer = require_buffer(key);
   require_rank(*buffer, group, rank);
-  const RegionInfo region = WorkspaceLayout(buffer->shape()).regions[region_index(name)];
-  std::string copy(region.num_bytes(), '\0');
+  const uint32_t region = region_index(name);
+  std::string copy;
   {
     nb::gil_scoped_release release;
-    buffer->queue(group).with_idle_group([&](cpu::MegaMoeGroup& g) {
-      std::memcpy(copy.data(), static_cast<const char*>(g.base(rank)) + region.offset, copy.size());
-    });
+    copy = buffer->read(group, rank, region);
   }
   return nb::bytes(copy.data(), copy.size());
 }
@@ -161,8 +157,9 @@ std::vector<BlockTuple> visit_blocks(const MoeShape& shape, const std::vector<ui
     throw std::invalid_argument("jax_megamoe: visit_blocks: rows or num_workers do not fit");
   }
   std::vector<BlockTuple> out;
+  const ItemCounts items = {shape.linear1_n_blocks(), shape.linear2_n_blocks()};
   for_each_block(
-      shape, worker, num_workers, [&](uint32_t expert) { return rows[expert]; },
+      shape, items, worker, num_workers, [&](uint32_t expert) { return rows[expert]; },
       [&](const Block& b) {
         out.emplace_back(static_cast<uint32_t>(b.phase), b.expert, b.m_block, b.n_block,
                          b.pool_block, b.valid_m);
@@ -308,4 +305,5 @@ NB_MODULE(_native, m) {
         "A copy of one region's bytes.");
 
   bind_protocol(m);
+  bind_gpu(m);
 }

@@ -119,13 +119,21 @@ JMM_HD constexpr int32_t e2m1_doubled(uint32_t code) {
   return code & 8u ? -magnitude : magnitude;
 }
 
+// Quantises `length` values, a multiple of kSfGroup, to E4M3 with one scale, and writes its byte
+// for every kSfGroup of them: scales are stored alike whatever their granularity.
+JMM_HD void quantize_e4m3(const float* values, uint32_t length, uint8_t* codes, uint8_t* sf) {
+  uint32_t amax = 0;
+  for (uint32_t i = 0; i < length; ++i) amax = max_of(amax, finite_magnitude(values[i]));
+  const uint8_t byte = sf_e4m3(amax);
+  const float reciprocal = ue8m0_reciprocal(byte);
+  for (uint32_t i = 0; i < length; ++i) codes[i] = e4m3_from_float(values[i], reciprocal);
+  for (uint32_t group = 0; group < length / kSfGroup; ++group) sf[group] = byte;
+}
+
 // Quantises one group of kSfGroup values to E4M3; returns the scale byte.
 JMM_HD uint8_t quantize_group_e4m3(const float* values, uint8_t* codes) {
-  uint32_t amax = 0;
-  for (uint32_t i = 0; i < kSfGroup; ++i) amax = max_of(amax, finite_magnitude(values[i]));
-  const uint8_t sf = sf_e4m3(amax);
-  const float reciprocal = ue8m0_reciprocal(sf);
-  for (uint32_t i = 0; i < kSfGroup; ++i) codes[i] = e4m3_from_float(values[i], reciprocal);
+  uint8_t sf;
+  quantize_e4m3(values, kSfGroup, codes, &sf);
   return sf;
 }
 

@@ -5,11 +5,14 @@
 //
 //   l1_arrival   +1 by dispatch for every row; linear 1 waits for it before it reads.
 //                Target in lap g: (g + 1) * block_m
-//   l1_empty     +1 by SwiGLU when a linear-1 tile is done; dispatch waits before it writes.
+//   l1_empty     +1 by SwiGLU for every N-block of linear 1 that is done; dispatch waits before it
+//                writes.
 //                Target in lap g: g * linear1_n_blocks
-//   l2_arrival   +1 by SwiGLU for every tile written; linear 2 waits before it reads.
+//   l2_arrival   +1 by SwiGLU for every N-block of linear 1 that is written; linear 2 waits before
+//   it
+//                reads.
 //                Target in lap g: (g + 1) * linear1_n_blocks
-//   l2_empty     +1 by linear 2 for every tile read; SwiGLU waits before it writes.
+//   l2_empty     +1 by linear 2 for every N-block that has read it; SwiGLU waits before it writes.
 //                Target in lap g: g * linear2_n_blocks
 //
 // The last row of a partly filled block adds the missing rows too, so every block reaches block_m.

@@ -1,9 +1,9 @@
-// scheduler.h: the order in which a rank's workers visit blocks. One visitor, used by every role.
+// scheduler.h: the order in which a rank's workers visit blocks.
 //
-// The order is a pure function of (rows per local expert, shape, number of workers): no atomics,
-// and every role of every worker replays the same walk. Pool blocks are cut into waves; a wave is
-// first visited by linear 1, then by linear 2. Worker w takes items w, w + W, w + 2W, ... of that
-// list.
+// The list of items is a pure function of (rows per local expert, shape, number of workers). Pool
+// blocks are cut into waves; a wave is first visited by linear 1, then by linear 2. for_each_block
+// deals the list out without atomics: worker w takes items w, w + W, w + 2W, ... BlockWalk finds an
+// item by its number, for workers that take the next one when they are free.
 //
 // Progress: a wave never holds more than ring_blocks blocks. So whatever an item waits for (rows
 // that dispatch brings in pool order, the slot's previous lap, linear 1 of the same block) is
@@ -22,9 +22,15 @@ struct Block {
   Phase phase;
   uint32_t expert;      // local expert
   uint32_t m_block;     // M-block of that expert
-  uint32_t n_block;     // N-block of the phase's weight matrix
+  uint32_t n_block;     // item of the M-block: its part of the rows of the phase's weight matrix
   uint32_t pool_block;  // M-block of the rank's pool
   uint32_t valid_m;     // rows of the M-block that hold tokens, 1..block_m
+};
+
+// Into how many items a back end cuts the work of one M-block in each phase.
+struct ItemCounts {
+  uint32_t linear1;
+  uint32_t linear2;
 };
 
 // A position in the pool: block `m_block` of `expert` is pool block `pool_block`.
@@ -60,14 +66,13 @@ JMM_HD uint32_t num_pool_blocks(const MoeShape& shape, const Rows& rows_of_exper
   return blocks;
 }
 
-// Blocks in the wave that starts at `start`: enough linear-1 tiles for every worker to get two
+// Blocks in the wave that starts at `start`: enough linear-1 items for every worker to get two
 // (imbalance at the wave's end), extended to the end of the expert so that its weights stay cached,
 // and never more than the ring holds.
 template <class Rows>
-JMM_HD uint32_t wave_size(const MoeShape& shape, uint32_t num_workers, PoolCursor start,
-                          const Rows& rows_of_expert) {
-  const uint32_t wanted =
-      min_of(ceil_div(2 * num_workers, shape.linear1_n_blocks()), shape.ring_blocks);
+JMM_HD uint32_t wave_size(const MoeShape& shape, ItemCounts items, uint32_t num_workers,
+                          PoolCursor start, const Rows& rows_of_expert) {
+  const uint32_t wanted = min_of(ceil_div(2 * num_workers, items.linear1), shape.ring_blocks);
   uint32_t size = 0;
   uint32_t m_block = start.m_block;
   for (uint32_t expert = start.expert; expert < shape.num_local_experts(); ++expert) {
@@ -81,16 +86,16 @@ JMM_HD uint32_t wave_size(const MoeShape& shape, uint32_t num_workers, PoolCurso
 // Calls visit(Block) for each block of `worker`. visit returns false to stop the walk (a wait
 // failed); the function returns false in that case.
 template <class Rows, class Visit>
-JMM_HD bool for_each_block(const MoeShape& shape, uint32_t worker, uint32_t num_workers,
-                           const Rows& rows_of_expert, Visit&& visit) {
+JMM_HD bool for_each_block(const MoeShape& shape, ItemCounts items, uint32_t worker,
+                           uint32_t num_workers, const Rows& rows_of_expert, Visit&& visit) {
   const uint32_t total = num_pool_blocks(shape, rows_of_expert);
   PoolCursor wave;
   wave.advance_to(0, shape, rows_of_expert);
   uint64_t next = worker;  // this worker's next item, relative to the start of the current phase
   while (wave.pool_block < total) {
-    const uint32_t size = wave_size(shape, num_workers, wave, rows_of_expert);
+    const uint32_t size = wave_size(shape, items, num_workers, wave, rows_of_expert);
     for (uint32_t phase = 0; phase < 2; ++phase) {
-      const uint32_t n_blocks = phase == 0 ? shape.linear1_n_blocks() : shape.linear2_n_blocks();
+      const uint32_t n_blocks = phase == 0 ? items.linear1 : items.linear2;
       const uint64_t num_items = uint64_t{size} * n_blocks;
       PoolCursor cursor = wave;
       for (; next < num_items; next += num_workers) {
@@ -111,5 +116,105 @@ JMM_HD bool for_each_block(const MoeShape& shape, uint32_t worker, uint32_t num_
   }
   return true;
 }
+
+// The list of for_each_block by item number, for workers that take the next item from an atomic
+// counter when they are free. `l1_items` and `l2_items` are ItemCounts.
+//
+//   block_start(e)  pool block at which local expert e starts; block_start(E/R): their number
+//   rows(e)         rows of local expert e
+//
+// Both are random access, so a step costs binary searches over the experts, no loop over them.
+//
+// Progress: a worker's items ascend, and it finishes one before it takes the next. The counter
+// hands them out in order, so the earliest unfinished item is either the one that its worker is at,
+// or, if nobody has taken it, the next one that a free worker gets; all items before it are
+// finished, and whatever it waits for comes from those or from dispatch. Which worker takes it is
+// irrelevant.
+template <class BlockStart, class Rows>
+class BlockWalk {
+ public:
+  JMM_HD BlockWalk(const MoeShape& shape, uint32_t num_workers, uint32_t l1_items,
+                   uint32_t l2_items, const BlockStart& block_start, const Rows& rows)
+      : block_start_(block_start),
+        rows_(rows),
+        num_experts_(shape.num_local_experts()),
+        block_m_(shape.block_m),
+        ring_blocks_(shape.ring_blocks),
+        wanted_(min_of(ceil_div(2 * num_workers, l1_items), shape.ring_blocks)),
+        items_{l1_items, l2_items},
+        total_(block_start(num_experts_)) {
+    start_wave(0);
+  }
+
+  // The block of item `item`; not less than the item asked for before. False past the end.
+  JMM_HD bool find(uint64_t item, Block* out) {
+    while (wave_start_ < total_) {
+      const uint32_t items = phase_ == 0 ? items_[0] : items_[1];
+      const uint64_t in_phase = item - items_before_;
+      if (in_phase < uint64_t{wave_size_} * items) {
+        const uint32_t pool_block = wave_start_ + static_cast<uint32_t>(in_phase / items);
+        const uint32_t expert = expert_of(pool_block);
+        const uint32_t m_block = pool_block - block_start_(expert);
+        *out = {static_cast<Phase>(phase_),
+                expert,
+                m_block,
+                static_cast<uint32_t>(in_phase % items),
+                pool_block,
+                min_of(uint32_t(rows_(expert)) - m_block * block_m_, block_m_)};
+        return true;
+      }
+      items_before_ += uint64_t{wave_size_} * items;
+      if (phase_ == 0) {
+        phase_ = 1;
+      } else {
+        start_wave(wave_start_ + wave_size_);
+      }
+    }
+    return false;
+  }
+
+ private:
+  // See wave_size().
+  JMM_HD void start_wave(uint32_t start) {
+    phase_ = 0;
+    wave_start_ = start;
+    if (start >= total_) return;
+    wave_expert_ = expert_of(start);
+    const uint32_t end =
+        total_ - start <= wanted_ ? total_ : block_start_(expert_of(start + wanted_ - 1) + 1);
+    wave_size_ = min_of(end - start, ring_blocks_);
+  }
+
+  // The last expert that starts at or before `pool_block`: those without rows start where the next
+  // one does. Experts before the wave's first one need not be searched.
+  JMM_HD uint32_t expert_of(uint32_t pool_block) const {
+    uint32_t first = wave_expert_;
+    uint32_t last = num_experts_ - 1;
+    while (first < last) {
+      const uint32_t middle = (first + last + 1) / 2;
+      if (uint32_t(block_start_(middle)) <= pool_block) {
+        first = middle;
+      } else {
+        last = middle - 1;
+      }
+    }
+    return first;
+  }
+
+  BlockStart block_start_;
+  Rows rows_;
+  uint32_t num_experts_;
+  uint32_t block_m_;
+  uint32_t ring_blocks_;
+  uint32_t wanted_;  // blocks of a wave, before it is extended to the end of an expert
+  uint32_t items_[2];
+  uint32_t total_;  // pool blocks
+
+  uint32_t phase_ = 0;
+  uint32_t wave_expert_ = 0;  // the expert at the start of the wave
+  uint32_t wave_start_ = 0;
+  uint32_t wave_size_ = 0;
+  uint64_t items_before_ = 0;  // items of all phases before this one
+};
 
 }  // namespace jax_megamoe

@@ -21,6 +21,8 @@ struct MoeShape {
   uint32_t max_tokens = 1;          // T, per rank
   uint32_t block_m = 64;            // rows of one M-block
   uint32_t ring_blocks = 1;         // M-blocks the pool's ring holds
+  uint32_t min_block_m = 0;  // narrowest block_m that a call in this buffer may use; 0: block_m
+  uint32_t act_bytes = 1;    // of one element of the ring's activations: 1 E4M3, 2 BF16
 
   JMM_HD constexpr uint32_t num_local_experts() const { return num_experts / num_ranks; }
   JMM_HD constexpr uint32_t owner_of(uint32_t expert) const { return expert / num_local_experts(); }
@@ -33,6 +35,10 @@ struct MoeShape {
     return (max_received_rows() + uint64_t{num_local_experts()} * (block_m - 1)) / block_m;
   }
   JMM_HD constexpr uint64_t ring_rows() const { return uint64_t{ring_blocks} * block_m; }
+  // The ring's counters: one a block, enough for the ring cut into the narrowest blocks.
+  JMM_HD constexpr uint64_t counter_blocks() const {
+    return ring_rows() / (min_block_m != 0 ? min_block_m : block_m);
+  }
 
   JMM_HD constexpr uint32_t linear1_n_blocks() const { return 2 * intermediate / kBlockN; }
   JMM_HD constexpr uint32_t linear2_n_blocks() const { return hidden / kBlockN; }
@@ -49,7 +55,8 @@ struct MoeShape {
     return num_ranks >= 1 && num_ranks <= kMaxRanks && num_experts >= num_ranks &&
            num_experts % num_ranks == 0 && top_k >= 1 && top_k <= kMaxTopK && hidden > 0 &&
            hidden % kBlockN == 0 && intermediate > 0 && intermediate % kBlockN == 0 &&
-           max_tokens >= 1 && block_m >= 1 && ring_blocks >= 1 &&
+           max_tokens >= 1 && block_m >= 1 && ring_blocks >= 1 && min_block_m <= block_m &&
+           (act_bytes == 1 || act_bytes == 2) &&
            max_received_rows() + uint64_t{num_local_experts()} * block_m <= kMaxRows;
   }
 };

@@ -21,20 +21,24 @@ float weight_at(const std::vector<uint8_t>& w, const std::vector<uint8_t>& sf, s
          ue8m0_to_float(sf[row * columns / kSfGroup + column / kSfGroup]);
 }
 
-// One slot's contribution, by the formula, in double except where the contract rounds.
-std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uint32_t expert,
-                               const uint16_t* x, float weight) {
-  const uint32_t h = shape.hidden, inter = shape.intermediate;
-  std::vector<float> dequantised(h), activated(inter);
-  for (uint32_t g = 0; g < h; g += kSfGroup) {
-    float values[kSfGroup];
-    uint8_t codes[kSfGroup];
-    for (uint32_t j = 0; j < kSfGroup; ++j) values[j] = bf16_to_float(x[g + j]);
-    const uint8_t sf = quantize_group_e4m3(values, codes);
-    for (uint32_t j = 0; j < kSfGroup; ++j) {
-      dequantised[g + j] = e4m3_to_float(codes[j]) * ue8m0_to_float(sf);
+// Rounds values to E4M3 with one scale per `group` of them.
+void round_to_e4m3(std::vector<float>& values, uint32_t group) {
+  std::vector<uint8_t> codes(group), sf(group / kSfGroup);
+  for (size_t first = 0; first < values.size(); first += group) {
+    quantize_e4m3(&values[first], group, codes.data(), sf.data());
+    for (uint32_t j = 0; j < group; ++j) {
+      values[first + j] = e4m3_to_float(codes[j]) * ue8m0_to_float(sf[j / kSfGroup]);
     }
   }
+}
+
+// One slot's contribution, by the formula, in double except where the contract rounds.
+std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uint32_t expert,
+                               const uint16_t* x, float weight, uint32_t granularity) {
+  const uint32_t h = shape.hidden, inter = shape.intermediate;
+  std::vector<float> dequantised(h), activated(inter);
+  for (uint32_t j = 0; j < h; ++j) dequantised[j] = bf16_to_float(x[j]);
+  round_to_e4m3(dequantised, granularity == 0 ? h : granularity);
   for (uint32_t c = 0; c < inter; ++c) {
     double gate = 0, up = 0;
     const size_t row = size_t{expert} * 2 * inter + c;
@@ -44,13 +48,7 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
     }
     activated[c] = static_cast<float>(gate / (1 + std::exp(-gate)) * up * weight);
   }
-  for (uint32_t g = 0; g < inter; g += kSfGroup) {
-    uint8_t codes[kSfGroup];
-    const uint8_t sf = quantize_group_e4m3(activated.data() + g, codes);
-    for (uint32_t j = 0; j < kSfGroup; ++j) {
-      activated[g + j] = e4m3_to_float(codes[j]) * ue8m0_to_float(sf);
-    }
-  }
+  round_to_e4m3(activated, granularity == 0 ? 128 : granularity);
   std::vector<double> out(h);
   for (uint32_t c = 0; c < h; ++c) {
     for (uint32_t j = 0; j < inter; ++j) {
@@ -61,7 +59,8 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
   return out;
 }
 
-void check_against_formula(const MoeShape& shape, const std::vector<Operands>& ranks) {
+void check_against_formula(const MoeShape& shape, const std::vector<Operands>& ranks,
+                           uint32_t granularity) {
   double error = 0, bound = 0;
   for (const Operands& rank : ranks) {
     for (size_t token = 0; token < rank.y.size() / shape.hidden; ++token) {
@@ -71,9 +70,9 @@ void check_against_formula(const MoeShape& shape, const std::vector<Operands>& r
         const int32_t expert = rank.topk_idx[slot];
         if (expert < 0 || expert >= static_cast<int32_t>(shape.num_experts)) continue;
         const uint32_t owner = shape.owner_of(static_cast<uint32_t>(expert));
-        const auto row = expert_row(shape, ranks[owner],
-                                    static_cast<uint32_t>(expert) % shape.num_local_experts(),
-                                    &rank.x[token * shape.hidden], rank.topk_weights[slot]);
+        const auto row = expert_row(
+            shape, ranks[owner], static_cast<uint32_t>(expert) % shape.num_local_experts(),
+            &rank.x[token * shape.hidden], rank.topk_weights[slot], granularity);
         for (uint32_t i = 0; i < shape.hidden; ++i) {
           sum[i] += row[i];
           magnitude[i] += std::fabs(row[i]);
@@ -94,7 +93,7 @@ void check_against_formula(const MoeShape& shape, const std::vector<Operands>& r
   CHECK(error <= bound);
 }
 
-void run_shape(MoeShape shape, uint32_t workers, std::mt19937& rng) {
+void run_shape(MoeShape shape, uint32_t workers, uint32_t granularity, std::mt19937& rng) {
   shape.block_m = kBlockM;
   CHECK(shape.valid());
   MegaMoeGroup group(shape, workers);
@@ -107,9 +106,10 @@ void run_shape(MoeShape shape, uint32_t workers, std::mt19937& rng) {
     }
     std::vector<CallArgs> args;
     for (Operands& o : ranks) args.push_back(args_of(o, shape));
+    for (CallArgs& a : args) a.granularity = granularity;
     const CallResult result = group.run(args, kTimeoutSeconds);
     CHECK(result.timeout.empty() && result.refusal.empty());
-    check_against_formula(shape, ranks);
+    check_against_formula(shape, ranks, granularity);
     // The same call again gives the same bits.
     std::vector<std::vector<uint16_t>> first;
     for (const Operands& o : ranks) first.push_back(o.y);
@@ -122,10 +122,9 @@ void run_shape(MoeShape shape, uint32_t workers, std::mt19937& rng) {
 void run_faults(std::mt19937& rng) {
   MoeShape shape{3, 6, 2, 128, 128, 40, kBlockM, 1};
   MegaMoeGroup group(shape, 2);
-  const Region signals[] = {
-      Region::rank_barrier, Region::grid_barrier, Region::expert_recv_count_sum,
-      Region::l1_arrival,   Region::l1_empty,     Region::l2_arrival,
-      Region::l2_empty};
+  const Region signals[] = {Region::rank_barrier, Region::grid_barrier, Region::expert_recv_count,
+                            Region::l1_arrival,   Region::l1_empty,     Region::l2_arrival,
+                            Region::l2_empty};
   std::vector<Operands> ranks;
   for (uint32_t rank = 0; rank < 3; ++rank) ranks.push_back(make_operands(shape, rng, 40, 0));
   std::vector<CallArgs> args;
@@ -136,8 +135,11 @@ void run_faults(std::mt19937& rng) {
     const std::string name = group.layout().at(region).name;
     CHECK(failure.find(name + "[") != std::string::npos);
     CHECK(failure.find("rank") != std::string::npos);
+    if (region == Region::rank_barrier || region == Region::expert_recv_count) {
+      CHECK(failure.find("here rank 1") != std::string::npos);  // who did not send
+    }
     CHECK(group.run(args, kTimeoutSeconds).timeout.empty());
-    check_against_formula(shape, ranks);
+    check_against_formula(shape, ranks, args[0].granularity);
   }
 }
 
@@ -148,9 +150,9 @@ int main() {
   using jax_megamoe::MoeShape;
   std::mt19937 rng(20260);
   // {ranks, experts, top_k, hidden, intermediate, max_tokens, block_m, ring_blocks}
-  jax_megamoe::cpu::run_shape(MoeShape{1, 4, 2, 128, 128, 70, 0, 2}, 1, rng);
-  jax_megamoe::cpu::run_shape(MoeShape{4, 8, 3, 256, 128, 33, 0, 1}, 2, rng);
-  jax_megamoe::cpu::run_shape(MoeShape{8, 8, 2, 128, 256, 20, 0, 3}, 1, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{1, 4, 2, 128, 128, 70, 0, 2}, 1, 32, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{4, 8, 3, 256, 128, 33, 0, 1}, 2, 0, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{8, 8, 2, 256, 256, 20, 0, 3}, 1, 128, rng);
   jax_megamoe::cpu::run_faults(rng);
   std::puts("cpu_backend_test: passed");
 }

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <random>
 #include <set>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -62,20 +63,32 @@ void check_dispatch_order(std::mt19937& rng) {
   CHECK(locate_source_row(num_ranks, position, count_of).rank == num_ranks);
 }
 
+ItemCounts items_of(const MoeShape& shape) {
+  return {shape.linear1_n_blocks(), shape.linear2_n_blocks()};
+}
+
+// Rows of each local expert, within what the shape allows.
+std::vector<uint32_t> random_rows(const MoeShape& shape, std::mt19937& rng) {
+  std::vector<uint32_t> rows(shape.num_local_experts());
+  uint64_t left = shape.max_received_rows();
+  const uint32_t empty_share = static_cast<uint32_t>(rng() % 4);  // of 4; 3: most have none
+  for (uint32_t& count : rows) {
+    const bool empty = rng() % 4 < empty_share;
+    count = empty ? 0 : static_cast<uint32_t>(rng() % std::min<uint64_t>(left + 1, 400));
+    left -= count;
+  }
+  return rows;
+}
+
 // Walks all workers against the ring's counters in a random unfair order: every block is visited
 // once and the walk never stalls, whatever the ring's size.
 void check_schedule(const MoeShape& shape, std::mt19937& rng) {
-  std::vector<uint32_t> rows(shape.num_local_experts());
-  uint64_t left = shape.max_received_rows();
-  for (uint32_t& count : rows) {
-    count = rng() % 4 == 0 ? 0 : static_cast<uint32_t>(rng() % std::min<uint64_t>(left + 1, 400));
-    left -= count;
-  }
+  const std::vector<uint32_t> rows = random_rows(shape, rng);
   const auto rows_of = [&](uint32_t expert) { return rows[expert]; };
   const uint32_t num_workers = 1 + static_cast<uint32_t>(rng() % 9);
   std::vector<std::vector<Block>> lists(num_workers);
   for (uint32_t worker = 0; worker < num_workers; ++worker) {
-    for_each_block(shape, worker, num_workers, rows_of, [&](const Block& block) {
+    for_each_block(shape, items_of(shape), worker, num_workers, rows_of, [&](const Block& block) {
       lists[worker].push_back(block);
       return true;
     });
@@ -125,6 +138,108 @@ void check_schedule(const MoeShape& shape, std::mt19937& rng) {
   CHECK(visited.size() == uint64_t{total} * (shape.linear1_n_blocks() + shape.linear2_n_blocks()));
 }
 
+bool same_block(const Block& a, const Block& b) {
+  return a.phase == b.phase && a.expert == b.expert && a.m_block == b.m_block &&
+         a.n_block == b.n_block && a.pool_block == b.pool_block && a.valid_m == b.valid_m;
+}
+
+// The walk by item number gives the list of for_each_block, to one worker that takes every item and
+// to workers that take some of them.
+void check_block_walk(const MoeShape& shape, std::mt19937& rng) {
+  const std::vector<uint32_t> rows = random_rows(shape, rng);
+  const auto rows_of = [&](uint32_t expert) { return rows[expert]; };
+  std::vector<uint32_t> starts(1, 0);
+  for (const uint32_t count : rows)
+    starts.push_back(starts.back() + ceil_div(count, shape.block_m));
+  const auto start_of = [&](uint32_t expert) { return starts[expert]; };
+  const uint32_t num_workers = 1 + static_cast<uint32_t>(rng() % 40);
+
+  // The list in order: worker w's n-th block is item w + n * num_workers.
+  std::vector<Block> list;
+  std::vector<std::vector<Block>> of_worker(num_workers);
+  for (uint32_t worker = 0; worker < num_workers; ++worker) {
+    for_each_block(shape, items_of(shape), worker, num_workers, rows_of, [&](const Block& block) {
+      of_worker[worker].push_back(block);
+      return true;
+    });
+  }
+  for (size_t item = 0; item / num_workers < of_worker[item % num_workers].size(); ++item) {
+    list.push_back(of_worker[item % num_workers][item / num_workers]);
+  }
+  size_t num_items = 0;
+  for (const auto& blocks : of_worker) num_items += blocks.size();
+  CHECK(list.size() == num_items);
+
+  const auto make_walk = [&](uint32_t l1_items, uint32_t l2_items) {
+    return BlockWalk(shape, num_workers, l1_items, l2_items, start_of, rows_of);
+  };
+  Block block;
+  for (const uint32_t longest_step : {1u, 7u, 200u}) {
+    auto walk = make_walk(shape.linear1_n_blocks(), shape.linear2_n_blocks());
+    uint64_t item = rng() % longest_step;
+    for (; item < list.size(); item += 1 + rng() % longest_step) {
+      CHECK(walk.find(item, &block) && same_block(block, list[item]));
+      CHECK(walk.find(item, &block) && same_block(block, list[item]));  // asking again is allowed
+    }
+    CHECK(!walk.find(item, &block) && !walk.find(item + 1, &block));
+  }
+
+  // Other items: each M-block is cut as asked for, once in each phase, linear 1 first, and a wave
+  // is no more than the ring.
+  const uint32_t items[2] = {1 + static_cast<uint32_t>(rng() % 9),
+                             1 + static_cast<uint32_t>(rng() % 9)};
+  auto walk = make_walk(items[0], items[1]);
+  std::vector<uint32_t> visits[2] = {std::vector<uint32_t>(starts.back()),
+                                     std::vector<uint32_t>(starts.back())};
+  uint32_t done[2] = {0, 0};  // M-blocks whose items have all been given out
+  for (uint64_t item = 0; walk.find(item, &block); ++item) {
+    const uint32_t phase = static_cast<uint32_t>(block.phase);
+    CHECK(block.pool_block == done[phase] && block.n_block == visits[phase][block.pool_block]);
+    CHECK(block.pool_block == starts[block.expert] + block.m_block);
+    CHECK(block.valid_m ==
+          std::min(rows[block.expert] - block.m_block * shape.block_m, shape.block_m));
+    if (++visits[phase][block.pool_block] == items[phase]) ++done[phase];
+    CHECK(done[1] <= done[0] && done[0] - done[1] <= shape.ring_blocks);
+  }
+  CHECK(done[0] == starts.back() && done[1] == starts.back());
+}
+
+void check_counts() {
+  CHECK(count_rows(published_count(5, 77)) == 77 && count_call(published_count(5, 77)) == 5);
+  CHECK(!reached(0, published_count(1, 0)) &&
+        reached(published_count(1, 0), published_count(1, 0)));
+  CHECK(!reached(published_count(6, 0xFFFFFFFFu), published_count(7, 0)));
+  CHECK(reached(published_count(7, 3), published_count(7, 0)));
+  const uint64_t last = 0xFFFFFFFFu;  // the next call's number starts again at 0
+  CHECK(!reached(published_count(last, 9), published_count(last + 1, 0)));
+  CHECK(reached(published_count(last + 1, 9), published_count(last + 1, 0)));
+}
+
+// A buffer for several block sizes and for BF16 activations.
+void check_layout_for_narrow_blocks(MoeShape shape) {
+  const WorkspaceLayout plain(shape);
+  CHECK(shape.counter_blocks() == shape.ring_blocks);
+  CHECK(plain.at(Region::l1_acts).element_bytes == 1);
+  shape.min_block_m = 4;
+  shape.act_bytes = 2;
+  CHECK(shape.valid() && shape.counter_blocks() == shape.ring_rows() / 4);
+  const WorkspaceLayout wide(shape);
+  for (const Region region :
+       {Region::l1_arrival, Region::l1_empty, Region::l2_arrival, Region::l2_empty}) {
+    CHECK(wide.at(region).dims[0] == shape.counter_blocks());
+  }
+  for (const Region region : {Region::l1_acts, Region::l2_acts}) {
+    CHECK(wide.at(region).num_bytes() == 2 * plain.at(region).num_bytes());
+    CHECK(std::string(wide.at(region).dtype) == "bf16");
+  }
+  CHECK(wide.at(Region::x).num_bytes() == plain.at(Region::x).num_bytes());
+  shape.act_bytes = 3;
+  CHECK(!shape.valid());
+  shape.act_bytes = 1;
+  shape.min_block_m = shape.block_m + 1;
+  CHECK(!shape.valid());
+}
+
 void check_numerics() {
   static_assert(e2m1_doubled(0x7) == 12 && e2m1_doubled(0x9) == -1);
   for (uint32_t code = 0; code < 256; ++code) {  // every value is its own code
@@ -143,11 +258,14 @@ void check_numerics() {
 int main() {
   std::mt19937 rng(7);
   jax_megamoe::check_numerics();
+  jax_megamoe::check_counts();
   for (int turn = 0; turn < 500; ++turn) {
     const jax_megamoe::MoeShape shape = jax_megamoe::random_shape(rng);
     jax_megamoe::check_workspace(shape);
     jax_megamoe::check_dispatch_order(rng);
     jax_megamoe::check_schedule(shape, rng);
+    jax_megamoe::check_block_walk(shape, rng);
+    jax_megamoe::check_layout_for_narrow_blocks(shape);
   }
   std::puts("protocol_test: passed");
 }

@@ -1,13 +1,30 @@
-"""``compile``: prepares kernels for an architecture ahead of time."""
+"""``compile``: compiles the GPU kernels ahead of time, and says what each of them needs."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import os
+import re
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
-from jax_megamoe.cli import shared
+from jax_megamoe.cli import cubin, info, shared
+from jax_megamoe.errors import check
 
 ARCHITECTURES = ("cpu", "sm_90a", "sm_100a")
+GRANULARITIES = tuple(map(str, info.GRANULARITIES))
+#: (granularity, tile) -> bytes of local memory per thread that are accepted; all others: none.
+ACCEPTED_LOCAL_BYTES: dict[tuple[str, int], int] = {}
+
+# What the assembler says when it gives up what the kernel was written for. It may word the reason
+# in several ways, each with a number of its own, so the words that they share are looked for.
+_SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized")
+_IGNORED = re.compile(r"setmaxnreg.*ignored|ignor.*setmaxnreg")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
 def add_parser(commands: Any) -> Any:
@@ -15,12 +32,58 @@ def add_parser(commands: Any) -> Any:
         commands,
         "compile",
         "compile kernels ahead of time",
-        "This version's only back end is cpu, which has\nnothing to compile; GPU architectures are "
+        "For sm_90a this needs NVRTC but\nno GPU. Kernels are kept in $JAX_MEGAMOE_CACHE_DIR "
+        "(default ~/.cache/jax_megamoe), where a\nlayer of the same shape finds them. The exit "
+        "code is 1 if a kernel does not compile, loses\nits overlap of tensor core instructions, "
+        "or needs local memory beyond the accepted bytes.\ncpu has nothing to compile; sm_100a is "
         "refused with exit code 2.",
-        "compile --arch cpu\n      says that nothing is left to compile",
+        "compile --arch sm_90a --preset flash --granularity 128 --jobs 2\n"
+        "      all tiles of a DeepSeek-V4-Flash layer with FP8 tensor cores, two at a time",
     )
-    parser.add_argument("--arch", choices=ARCHITECTURES, required=True, help="what to compile for")
+    option = parser.add_argument
+    option("--arch", choices=ARCHITECTURES, required=True, help="what to compile for")
+    option(
+        "--granularity",
+        choices=(*GRANULARITIES, "all"),
+        default="all",
+        help="elements of an activation row that share a scale (default all of them)",
+    )
+    option("--tile", default="all", metavar="N", help="number of a tile, or all (default)")
+    info.add_shape_options(parser)
+    option("--jobs", type=int, default=1, metavar="N", help="kernels at a time (default 1)")
+    option(
+        "--max-spill",
+        type=int,
+        metavar="BYTES",
+        help="local memory per thread that is accepted (default: what is stated for the tile, 0)",
+    )
     return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One kernel to compile. `options` go to the compiler."""
+
+    granularity: str
+    tile: int
+    block_m: int
+    options: tuple[str, ...]
+    include_dir: str
+    nvrtc_path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What became of a job. `error` is empty if it compiled."""
+
+    job: _Job
+    seconds: float
+    error: str = ""
+    log: str = ""
+    cache: str = ""
+    registers: int = 0
+    shared_bytes: int = 0
+    local_bytes: int = 0
 
 
 def run(args: Any) -> int:
@@ -30,9 +93,161 @@ def run(args: Any) -> int:
             "picks among them when it runs."
         )
         return 0
-    print(
-        f"jax_megamoe: --arch: got {args.arch}; this version contains no kernels for it. Its back "
-        "end is cpu; jax_megamoe.unfused is plain JAX and runs on GPUs too.",
-        file=sys.stderr,
+    if args.arch != "sm_90a":
+        print(
+            f"jax_megamoe: --arch: got {args.arch}; expected sm_90a or cpu, this version contains "
+            "no kernels for it. jax_megamoe.unfused is plain JAX and runs on such GPUs too.",
+            file=sys.stderr,
+        )
+        return 2
+    for name in ("jobs", "max_spill"):
+        value = getattr(args, name)
+        check(
+            value is None or value >= (name == "jobs"),
+            f"--{name.replace('_', '-')}",
+            got=value,
+            want="1 or more" if name == "jobs" else "0 or more",
+            remedy="leave it out for the default",
+        )
+    jobs = _jobs(args)
+    progress = shared.Progress()
+    progress(f"kernels to compile: {len(jobs)}, {args.jobs} at a time")
+    outcomes = []
+    for outcome in _outcomes(jobs, args.jobs):
+        name = f"granularity {outcome.job.granularity}, tile {outcome.job.tile}"
+        progress(f"{name}: {outcome.seconds:.1f} s{', FAILED' if outcome.error else ''}")
+        outcomes.append(outcome)
+    print(_table(outcomes))
+    faults = [line for outcome in outcomes for line in _faults(outcome, args.max_spill)]
+    print("\n".join(faults) or "all compiled; no spills beyond what is accepted, no warnings")
+    return 1 if faults else 0
+
+
+def _jobs(args) -> list[_Job]:
+    from jax_megamoe._ffi import native
+    from jax_megamoe._headers import include_dir
+    from jax_megamoe._nvrtc import nvrtc_path
+    from jax_megamoe.symmetric import granularity_number, moe_shape
+
+    wanted = GRANULARITIES if args.granularity == "all" else (args.granularity,)
+    include, nvrtc = str(include_dir()), nvrtc_path()
+    jobs, most = [], 0
+    for name in wanted:
+        config = info.config_of(args, name if name == "row" else int(name))
+        layout, number = moe_shape(config, args.ranks, "sm_90a"), granularity_number(config)
+        tiles = native.gpu_tiles(number)
+        most = max(most, len(tiles))
+        for tile, row in enumerate(tiles):
+            if args.tile in ("all", str(tile)):
+                options = tuple(native.gpu_kernel_options(layout, number, tile))
+                jobs.append(_Job(name, tile, row["block_m"], options, include, nvrtc))
+    check(
+        bool(jobs),
+        "--tile",
+        got=args.tile,
+        want=f"all, or a number from 0 to {most - 1}",
+        remedy="tiles are numbered from the narrowest on",
     )
-    return 2
+    return jobs
+
+
+def _outcomes(jobs, num_processes):
+    """The outcomes in the order of the jobs, each as soon as it and those before it are there."""
+    if num_processes == 1 or len(jobs) == 1:
+        yield from map(_compile, jobs)
+        return
+    # Processes, not threads: the native module compiles one kernel at a time.
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        min(num_processes, len(jobs)), mp_context=spawn
+    ) as pool:
+        yield from pool.map(_compile, jobs)
+
+
+def _compile(job: _Job) -> _Outcome:
+    from jax_megamoe._ffi import native
+
+    before = _cache_entries()
+    start = time.perf_counter()
+    try:
+        code, log = native.compile_kernel(job.include_dir, list(job.options), job.nvrtc_path)
+    except RuntimeError as error:
+        return _Outcome(job, time.perf_counter() - start, error=str(error))
+    seconds = time.perf_counter() - start
+    needs = cubin.read_needs(code, ("jmm_smem_bytes",))
+    return _Outcome(
+        job,
+        seconds,
+        log=log,
+        cache=_cache_use(code, before),
+        registers=needs.registers,
+        shared_bytes=needs.words["jmm_smem_bytes"],
+        local_bytes=needs.local_bytes,
+    )
+
+
+def _cache_dir() -> Path | None:
+    """Where the native module keeps kernels; None: nowhere."""
+    chosen = os.environ.get("JAX_MEGAMOE_CACHE_DIR")
+    if chosen is None:
+        home = os.environ.get("HOME")
+        return Path(home, ".cache", "jax_megamoe") if home else None
+    return Path(chosen) if chosen else None
+
+
+def _cache_entries() -> set[Path]:
+    folder = _cache_dir()
+    return set(folder.glob("*.cubin")) if folder else set()
+
+
+def _cache_use(code: bytes, before: set[Path]) -> str:
+    """ "written" if a new entry holds `code`, "read" if only an old one does, else "none"."""
+    # Other processes write entries at the same time; each holds its machine code as it is.
+    new = _cache_entries() - before
+    if any(code in path.read_bytes() for path in new):
+        return "written"
+    return "read" if any(code in path.read_bytes() for path in before) else "none"
+
+
+def _spills(log: str) -> tuple[int, int] | None:
+    """Bytes of spill (stores, loads) that the log tells, over all functions; None: it is silent."""
+    found = [tuple(map(int, pair)) for pair in _SPILLS.findall(log)]
+    return (sum(s for s, _ in found), sum(load for _, load in found)) if found else None
+
+
+def _table(outcomes) -> str:
+    needs_header = ("registers", "shared", "local", "spill stores", "spill loads")
+    header = ("granularity", "tile", "tokens", *needs_header, "seconds", "cache")
+    rows = []
+    for outcome in outcomes:
+        job = outcome.job
+        needs: tuple[object, ...] = ("-",) * len(needs_header)
+        if not outcome.error:
+            spills = _spills(outcome.log) or ("-", "-")
+            needs = (outcome.registers, outcome.shared_bytes, outcome.local_bytes, *spills)
+        cache = outcome.cache or "-"
+        rows.append(
+            (job.granularity, job.tile, job.block_m, *needs, f"{outcome.seconds:.1f}", cache)
+        )
+    return shared.format_table(rows, header)
+
+
+def _faults(outcome, max_spill) -> list[str]:
+    """A line for everything about an outcome that makes the command fail."""
+    job = outcome.job
+    name = f"granularity {job.granularity}, tile {job.tile}"
+    if outcome.error:
+        return [f"FAIL: {name} does not compile: {outcome.error.strip()}"]
+    faults = [
+        f"FAIL: {name}: {line.partition(':')[2].strip()}"
+        for line in outcome.log.splitlines()
+        if _SERIALISED.search(line) or _IGNORED.search(line)
+    ]
+    accepted = ACCEPTED_LOCAL_BYTES.get((job.granularity, job.tile), 0)
+    accepted = accepted if max_spill is None else max_spill
+    if outcome.local_bytes > accepted:
+        faults.append(
+            f"FAIL: {name}: {outcome.local_bytes} bytes of local memory per thread, accepted "
+            f"{accepted}"
+        )
+    return faults

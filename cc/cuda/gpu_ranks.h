@@ -1,0 +1,115 @@
+// gpu_ranks.h: runs a group's kernels without JAX, for tests and measurements.
+//
+// R ranks run on G GPUs, R >= G: a rank has a stream of its own and a share of its GPU's SMs, so
+// that one GPU can hold a whole group. Ranks of one GPU must not wait for a free SM, so their
+// blocks together never exceed its SMs.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/kernel.h"
+#include "cuda/rank_group.h"
+
+namespace jax_megamoe::cuda {
+
+// Host memory of an operand; copied. `data` null: not given.
+struct HostArray {
+  const void* data = nullptr;
+  size_t num_bytes = 0;
+};
+
+struct LaunchOptions {
+  int32_t tile = -1;  // -1: gpu::select_tile for the largest number of rows of a rank
+  double timeout_s = 10;
+  bool checked = false;
+  float swiglu_limit = 0;   // +infinity: no clamp
+  int32_t skip_rank = -1;   // this rank's kernel is not launched
+  int32_t fault_rank = -1;  // this rank loses its next signal to a counter of fault_region
+  uint32_t fault_region = 0;
+  bool gate = true;  // all ranks start together; false: as fast as they can be launched in turn
+};
+
+class GpuRanks {
+ public:
+  // `layout` is gpu::layout_shape(); device_of_rank[r] is the GPU of rank r; ctas_per_rank = 0: its
+  // SMs shared evenly. Throws std::invalid_argument, CudaError or std::runtime_error.
+  GpuRanks(const MoeShape& layout, gpu::Granularity granularity,
+           const std::vector<int>& device_of_rank, uint32_t ctas_per_rank, Toolchain toolchain,
+           bool trace);
+  ~GpuRanks();
+
+  const MoeShape& layout() const { return group_->layout(); }
+  uint32_t num_ctas(uint32_t rank) const { return group_->place(rank).num_ctas; }
+
+  void set_weights(uint32_t rank, HostArray w13, HostArray w13_base, HostArray w2,
+                   HostArray w2_base);
+  void set_inputs(uint32_t rank, uint32_t num_rows, HostArray x, HostArray x_sf, HostArray topk_idx,
+                  bool topk_idx_is_64bit, HostArray topk_weights,
+                  std::optional<int32_t> num_tokens);
+
+  uint32_t select_tile() const;
+  // Compiles and loads; launch() does it too.
+  void prepare(int32_t tile);
+
+  // Runs the call `repeats` times. Returns [repeats][num_ranks] microseconds on the GPU, NaN for a
+  // rank that was skipped. With flush_l2 the L2 holds other data before each call. Ends at the
+  // first call that fails: see failure(). Afterwards all counters are as at first.
+  std::vector<double> launch(const LaunchOptions& options, uint32_t repeats, bool flush_l2);
+  // `calls` calls without waiting in between; returns seconds from the first launch to the end.
+  double launch_burst(const LaunchOptions& options, uint32_t calls);
+
+  std::string y(uint32_t rank) const;         // BF16 [num_rows][hidden]
+  std::string received(uint32_t rank) const;  // int32 [E/R]
+  std::string status(uint32_t rank) const;    // int32 [kNumStatusWords]
+  std::string read(uint32_t rank, uint32_t region) const;
+  std::string read_trace(uint32_t rank) const { return group_->read_trace(rank); }
+  void poison();  // data regions and outputs: 0xFF
+  // Of the last launch; empty: none.
+  const std::string& failure(uint32_t rank) const { return failures_[rank]; }
+
+ private:
+  struct Rank {
+    CUstream stream = nullptr;
+    CUevent start = nullptr, end = nullptr;
+    DeviceMemory w13, w13_base, w2, w2_base;
+    DeviceMemory x, x_sf, topk_idx, topk_weights, num_tokens;
+    DeviceMemory y, received, status;
+    gpu::KernelArgs args{};
+    bool has_weights = false, has_inputs = false;
+  };
+
+  void require(uint32_t rank) const;
+  uint32_t begin(const LaunchOptions& options);  // returns the tile
+  void launch_rank(uint32_t rank, uint32_t tile) const;
+  void flush_l2();
+  void wait(double timeout_s);
+  bool collect_failures();
+
+  std::unique_ptr<RankGroup> group_;
+  std::vector<Device> devices_;  // each once
+  gpu::Granularity granularity_;
+  MoeShape shape_;
+  Toolchain toolchain_;
+  std::unique_ptr<KernelTable> kernels_;
+  std::vector<Rank> ranks_;
+  std::vector<std::string> failures_;
+  MappedMemory gate_;  // uint32: streams wait for it to grow
+  uint32_t gate_value_ = 0;
+  bool can_gate_ = true;
+  bool hung_ = false;
+
+  struct Flush {
+    Device device;
+    DeviceMemory data;
+    DeviceMemory sink;
+    CUmodule module = nullptr;
+    CUfunction function = nullptr;
+  };
+  std::vector<Flush> flush_;
+};
+
+}  // namespace jax_megamoe::cuda

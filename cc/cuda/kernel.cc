@@ -1,0 +1,143 @@
+#include "cuda/kernel.h"
+
+#include <stdexcept>
+
+#include "cuda/compiler.h"
+
+namespace jax_megamoe::cuda {
+
+std::vector<std::string> KernelConfig::options() const {
+  const auto define = [](const char* name, uint64_t value) {
+    return std::string("-D") + name + "=" + std::to_string(value);
+  };
+  return {"--gpu-architecture=sm_90a",
+          "-std=c++20",
+          define("JMM_NUM_RANKS", layout.num_ranks),
+          define("JMM_NUM_EXPERTS", layout.num_experts),
+          define("JMM_TOP_K", layout.top_k),
+          define("JMM_HIDDEN", layout.hidden),
+          define("JMM_INTERMEDIATE", layout.intermediate),
+          define("JMM_MAX_TOKENS", layout.max_tokens),
+          define("JMM_RING_BLOCKS", layout.ring_blocks),
+          define("JMM_GRANULARITY", static_cast<uint32_t>(granularity)),
+          define("JMM_TILE", tile),
+          define("JMM_TRACE", trace ? 1 : 0)};
+}
+
+gpu::Granularity to_granularity(uint32_t value) {
+  switch (value) {
+    case 0:
+      return gpu::Granularity::kRow;
+    case 32:
+      return gpu::Granularity::k32;
+    case 128:
+      return gpu::Granularity::k128;
+    default:
+      throw std::invalid_argument("jax_megamoe: activation granularity: got " +
+                                  std::to_string(value) + "; expected 0 (row), 32 or 128.");
+  }
+}
+
+LoadedKernel::LoadedKernel(const Device& device, const std::string& cubin,
+                           const KernelConfig& config)
+    : device_(device),
+      num_threads_(gpu::tile_config(config.granularity, config.tile).num_threads()) {
+  const Driver& api = driver();
+  const ScopedContext scope(device_);
+  check(api.module_load_data(&module_, cubin.data()), "cuModuleLoadData");
+  try {
+    check(api.module_get_function(&function_, module_, "jmm_mega_moe"), "cuModuleGetFunction");
+    CUdeviceptr shared = 0;
+    size_t size = 0;
+    check(api.module_get_global(&shared, &size, module_, "jmm_smem_bytes"), "cuModuleGetGlobal");
+    check(api.memcpy_d_to_h(&shared_bytes_, shared, sizeof(shared_bytes_)), "cuMemcpyDtoH");
+    if (shared_bytes_ > static_cast<uint32_t>(device_.max_shared_bytes)) {
+      throw CudaError(-1, "jax_megamoe: shared memory: got a kernel of " +
+                              std::to_string(shared_bytes_) + " bytes a block; expected at most " +
+                              std::to_string(device_.max_shared_bytes) + " on " + device_.name +
+                              ". Use jax_megamoe.unfused for this shape.");
+    }
+    check(api.func_set_attribute(function_, kFuncAttributeMaxDynamicSharedSizeBytes,
+                                 static_cast<int>(shared_bytes_)),
+          "cuFuncSetAttribute");
+    // The driver may put off loading the code until the first launch; asking for its occupancy
+    // does not let it. All blocks have to run at once, so one that does not fit is an error here.
+    int blocks = 0;
+    check(api.max_active_blocks(&blocks, function_, static_cast<int>(num_threads_), shared_bytes_),
+          "cuOccupancyMaxActiveBlocksPerMultiprocessor");
+    if (blocks < 1) {
+      throw CudaError(-1,
+                      "jax_megamoe: occupancy: got no room for a block of the kernel on an SM "
+                      "of " +
+                          device_.name + "; expected one. Use jax_megamoe.unfused instead.");
+    }
+  } catch (...) {
+    api.module_unload(module_);
+    throw;
+  }
+}
+
+LoadedKernel::~LoadedKernel() {
+  if (module_ == nullptr) return;
+  CUcontext previous = nullptr;
+  driver().ctx_get_current(&previous);
+  if (driver().ctx_set_current(device_.context) == kSuccess) driver().module_unload(module_);
+  driver().ctx_set_current(previous);
+}
+
+void LoadedKernel::launch(CUstream stream, uint32_t num_ctas, gpu::KernelArgs& args) const {
+  void* parameters[] = {&args};
+  check(driver().launch_kernel(function_, num_ctas, 1, 1, num_threads_, 1, 1, shared_bytes_, stream,
+                               parameters, nullptr),
+        "cuLaunchKernel");
+}
+
+KernelTable::KernelTable(const MoeShape& layout, gpu::Granularity granularity, bool trace,
+                         std::vector<Device> devices, Toolchain toolchain)
+    : layout_(layout),
+      granularity_(granularity),
+      trace_(trace),
+      devices_(std::move(devices)),
+      toolchain_(std::move(toolchain)) {
+  for (const Device& device : devices_) {
+    if (device.compute_capability == 90) continue;
+    throw CudaError(-1, "jax_megamoe: GPU " + std::to_string(device.ordinal) + ": got " +
+                            device.name + " (sm_" + std::to_string(device.compute_capability) +
+                            "); expected compute capability 9.0 (H100, H200, GH200). Use "
+                            "jax_megamoe.unfused, which runs on any device.");
+  }
+}
+
+void KernelTable::prepare(uint32_t tile) {
+  if (tile >= gpu::num_tiles(granularity_)) {
+    throw std::invalid_argument("jax_megamoe: tile: got " + std::to_string(tile) +
+                                "; expected 0.." +
+                                std::to_string(gpu::num_tiles(granularity_) - 1) + ".");
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (kernels_.count({tile, devices_[0].ordinal}) != 0) return;
+  const KernelConfig config{layout_, granularity_, tile, trace_};
+  const std::string cubin = toolchain_.compile ? toolchain_.compile(config)
+                                               : compile(kKernelSource, toolchain_.include_dir,
+                                                         config.options(), toolchain_.nvrtc_path)
+                                                     .cubin;
+  std::vector<std::unique_ptr<LoadedKernel>> loaded;
+  for (const Device& device : devices_) {
+    loaded.push_back(std::make_unique<LoadedKernel>(device, cubin, config));
+  }
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    kernels_[{tile, devices_[i].ordinal}] = std::move(loaded[i]);
+  }
+}
+
+const LoadedKernel* KernelTable::find(uint32_t tile, int device_ordinal) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto it = kernels_.find({tile, device_ordinal});
+  return it == kernels_.end() ? nullptr : it->second.get();
+}
+
+void KernelTable::leak() {
+  for (auto& [key, kernel] : kernels_) kernel->leak();
+}
+
+}  // namespace jax_megamoe::cuda

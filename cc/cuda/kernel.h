@@ -1,0 +1,82 @@
+// kernel.h: one compiled kernel on one device, and the sizes it was compiled for.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "gpu/kernel_args.h"
+#include "gpu/tile_config.h"
+
+namespace jax_megamoe::cuda {
+
+// What a kernel is specialised on. `layout` is gpu::layout_shape() of the layer's shape.
+struct KernelConfig {
+  MoeShape layout;
+  gpu::Granularity granularity;
+  uint32_t tile;  // of gpu::tile_config()
+  bool trace = false;
+
+  std::vector<std::string> options() const;  // of the compiler
+};
+
+// Where the device headers and the compiler are. Known to Python.
+struct Toolchain {
+  std::string include_dir;  // holds gpu/ and protocol/
+  std::string nvrtc_path;   // see compiler.h
+  // Tests without NVRTC: what makes a cubin instead.
+  std::function<std::string(const KernelConfig&)> compile = nullptr;
+};
+
+// Granularity from 0 ("row"), 32 or 128; throws std::invalid_argument otherwise.
+gpu::Granularity to_granularity(uint32_t value);
+
+// A kernel loaded on one device. Loading may wait for everything the device is doing, so it must
+// not happen while a kernel there waits for a peer that is still to be launched.
+class LoadedKernel {
+ public:
+  LoadedKernel(const Device& device, const std::string& cubin, const KernelConfig& config);
+  ~LoadedKernel();
+  LoadedKernel(const LoadedKernel&) = delete;
+  LoadedKernel& operator=(const LoadedKernel&) = delete;
+
+  // In the device's context, which is current.
+  void launch(CUstream stream, uint32_t num_ctas, gpu::KernelArgs& args) const;
+  void leak() { module_ = nullptr; }
+
+ private:
+  Device device_;
+  CUmodule module_ = nullptr;
+  CUfunction function_ = nullptr;
+  uint32_t num_threads_ = 0;
+  uint32_t shared_bytes_ = 0;
+};
+
+// The kernels of one buffer, by tile, each on all of the buffer's devices. Thread-safe.
+class KernelTable {
+ public:
+  KernelTable(const MoeShape& layout, gpu::Granularity granularity, bool trace,
+              std::vector<Device> devices, Toolchain toolchain);
+
+  // Compiles and loads the kernel of a tile unless it is there. Throws CudaError or
+  // std::runtime_error.
+  void prepare(uint32_t tile);
+  // Null if the tile has not been prepared.
+  const LoadedKernel* find(uint32_t tile, int device_ordinal);
+  void leak();
+
+ private:
+  const MoeShape layout_;
+  const gpu::Granularity granularity_;
+  const bool trace_;
+  const std::vector<Device> devices_;  // each once
+  const Toolchain toolchain_;
+  std::mutex mutex_;
+  std::map<std::pair<uint32_t, int>, std::unique_ptr<LoadedKernel>> kernels_;
+};
+
+}  // namespace jax_megamoe::cuda

@@ -1,0 +1,147 @@
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cuda/gpu_buffer.h"
+#include "ffi/handlers.h"
+#include "ffi/operands.h"
+
+namespace jax_megamoe::ffi_api {
+
+namespace ffi = ::xla::ffi;
+
+ffi::TypeId GpuCallSite::id = {};
+
+namespace {
+
+// What a program's calls need is compiled and loaded here, while the program is compiled: loading
+// may wait for the GPU, which it must not do once some of the ranks are running.
+ffi::ErrorOr<std::unique_ptr<GpuCallSite>> instantiate(ffi::Dictionary attributes) {
+  const auto key = attributes.get<std::string_view>("key");
+  const auto tile = attributes.get<int32_t>("tile");
+  if (!key.has_value() || !tile.has_value() || *tile < 0) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        "jax_megamoe: custom call: got no attributes key and tile; expected those that "
+        "jax_megamoe.MegaMoE passes. Call it instead of the target."));
+  }
+  auto site = std::make_unique<GpuCallSite>();
+  try {
+    site->wish = std::make_unique<cuda::KernelWish>(std::string(*key), *tile);
+  } catch (const std::exception& error) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what()));
+  }
+  return site;
+}
+
+ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, void* stream,
+                   std::string_view key, float swiglu_limit, int32_t granularity, double timeout_s,
+                   bool checked, int32_t tile, ffi::AnyBuffer x, ffi::AnyBuffer x_sf,
+                   ffi::AnyBuffer topk_idx, ffi::AnyBuffer topk_weights, ffi::AnyBuffer num_tokens,
+                   ffi::AnyBuffer ep_rank, ffi::AnyBuffer w13, ffi::AnyBuffer w13_sf,
+                   ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf, ffi::Result<ffi::AnyBuffer> y,
+                   ffi::Result<ffi::AnyBuffer> received, ffi::Result<ffi::AnyBuffer> status) {
+  const auto buffer = host::find_buffer_of<cuda::GpuBuffer>(std::string(key));
+  if (buffer == nullptr) return no_buffer_error(key);
+  const host::RankOfDevice* place = buffer->find_device(device_ordinal);
+  if (place == nullptr) return foreign_device_error(device_ordinal, key);
+
+  const MoeShape& shape = buffer->shape();
+  const int64_t h = shape.hidden, i = shape.intermediate, e = shape.num_local_experts();
+  const int64_t rows = gpu::kWeightChunkRows, columns = gpu::kBlockK;
+  const int64_t chunk = gpu::weight_chunk_bytes(buffer->granularity());
+  const Operands operands = {x,      x_sf, topk_idx, topk_weights, num_tokens, ep_rank, w13,
+                             w13_sf, w2,   w2_sf,    *y,           *received,  *status};
+  const WeightDims weights = {
+      {e, 2 * i / rows, h / columns, chunk}, {e, 2 * i}, {e, h / rows, i / columns, chunk}, {e, h}};
+  if (const ffi::Error error = check_operands(operands, shape, weights, granularity);
+      error.failure()) {
+    return error;
+  }
+  if (static_cast<uint32_t>(granularity) != static_cast<uint32_t>(buffer->granularity())) {
+    return ffi::Error::InvalidArgument(
+        "jax_megamoe: granularity: got " + std::to_string(granularity) + "; expected " +
+        std::to_string(static_cast<uint32_t>(buffer->granularity())) +
+        ", that of the symmetric buffer. Call jax_megamoe.MegaMoE, which passes both.");
+  }
+
+  gpu::KernelArgs args{};
+  args.x = x.untyped_data();
+  args.x_sf = operands.is_quantised() ? static_cast<const uint8_t*>(x_sf.untyped_data()) : nullptr;
+  args.topk_idx = topk_idx.untyped_data();
+  args.topk_idx_is_64bit = operands.has_64bit_idx();
+  args.topk_weights = static_cast<const float*>(topk_weights.untyped_data());
+  if (num_tokens.element_count() != 0) {
+    args.num_tokens = static_cast<const int32_t*>(num_tokens.untyped_data());
+  }
+  args.ep_rank = static_cast<const int32_t*>(ep_rank.untyped_data());
+  args.num_rows = static_cast<uint32_t>(operands.rows());
+  args.w13 = static_cast<const uint8_t*>(w13.untyped_data());
+  args.w13_base = static_cast<const uint8_t*>(w13_sf.untyped_data());
+  args.w2 = static_cast<const uint8_t*>(w2.untyped_data());
+  args.w2_base = static_cast<const uint8_t*>(w2_sf.untyped_data());
+  args.swiglu_limit = swiglu_limit;
+  args.checked = checked;
+  args.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
+  args.y = static_cast<uint16_t*>(y->untyped_data());
+  args.received = static_cast<int32_t*>(received->untyped_data());
+  args.status = static_cast<int32_t*>(status->untyped_data());
+
+  try {
+    bool captured = false;
+    const cuda::LaunchResult result = buffer->launch(
+        *place, {run.run_id, static_cast<uint32_t>(tile), static_cast<cuda::CUstream>(stream)},
+        args, &captured);
+    if (captured) site->keep(buffer);
+    if (result.status == host::CallStatus::kOk) return ffi::Error::Success();
+    return error_of(result.status, result.message);
+  } catch (const std::exception& error) {
+    return ffi::Error(ffi::ErrorCode::kInternal, error.what());
+  }
+}
+
+}  // namespace
+
+void GpuCallSite::keep(std::shared_ptr<cuda::GpuBuffer> buffer) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& kept : captured) {
+    if (kept == buffer) return;
+  }
+  captured.push_back(std::move(buffer));
+}
+
+}  // namespace jax_megamoe::ffi_api
+
+namespace ffi = ::xla::ffi;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeGpuInstantiate, jax_megamoe::ffi_api::instantiate,
+                              ffi::Ffi::BindInstantiate().Attrs());
+
+// Compatible with CUDA graphs: everything that changes from call to call is in device memory.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeGpuExecute, jax_megamoe::ffi_api::execute,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<jax_megamoe::ffi_api::GpuCallSite>>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Attr<std::string_view>("key")
+                                  .Attr<float>("swiglu_limit")
+                                  .Attr<int32_t>("granularity")
+                                  .Attr<double>("timeout_s")
+                                  .Attr<bool>("checked")
+                                  .Attr<int32_t>("tile")
+                                  .Arg<ffi::AnyBuffer>()   // x
+                                  .Arg<ffi::AnyBuffer>()   // x_sf
+                                  .Arg<ffi::AnyBuffer>()   // topk_idx
+                                  .Arg<ffi::AnyBuffer>()   // topk_weights
+                                  .Arg<ffi::AnyBuffer>()   // num_tokens
+                                  .Arg<ffi::AnyBuffer>()   // ep_rank
+                                  .Arg<ffi::AnyBuffer>()   // w13
+                                  .Arg<ffi::AnyBuffer>()   // w13_sf
+                                  .Arg<ffi::AnyBuffer>()   // w2
+                                  .Arg<ffi::AnyBuffer>()   // w2_sf
+                                  .Ret<ffi::AnyBuffer>()   // y
+                                  .Ret<ffi::AnyBuffer>()   // received
+                                  .Ret<ffi::AnyBuffer>(),  // status
+                              {ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,311 @@
+#include "ffi/gpu_module.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda/compiler.h"
+#include "cuda/gpu_buffer.h"
+#include "cuda/gpu_ranks.h"
+#include "ffi/handlers.h"
+#include "gpu/kernel_args.h"
+#include "gpu/tile_config.h"
+#include "protocol/workspace.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace jax_megamoe {
+namespace {
+
+using HostBytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+cuda::HostArray host_array(const HostBytes& array) { return {array.data(), array.nbytes()}; }
+cuda::HostArray host_array(const std::optional<HostBytes>& array) {
+  return array ? host_array(*array) : cuda::HostArray{};
+}
+
+nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+uint32_t region_number(const std::string& name) {
+  const WorkspaceLayout layout{MoeShape{}};
+  for (uint32_t i = 0; i < kNumRegions; ++i) {
+    if (name == layout.regions[i].name) return i;
+  }
+  throw std::invalid_argument("jax_megamoe: no workspace region is called " + name);
+}
+
+nb::tuple compile_kernel(const std::string& include_dir, const std::vector<std::string>& options,
+                         const std::string& nvrtc_path) {
+  cuda::CompiledKernel kernel;
+  {
+    nb::gil_scoped_release release;
+    kernel = cuda::compile(cuda::kKernelSource, include_dir, options, nvrtc_path);
+  }
+  return nb::make_tuple(to_bytes(kernel.cubin), kernel.log);
+}
+
+MoeShape gpu_shape(uint32_t num_ranks, uint32_t num_experts, uint32_t top_k, uint32_t hidden,
+                   uint32_t intermediate, uint32_t max_tokens, uint32_t granularity,
+                   uint64_t ring_tokens) {
+  MoeShape shape;
+  shape.num_ranks = num_ranks;
+  shape.num_experts = num_experts;
+  shape.top_k = top_k;
+  shape.hidden = hidden;
+  shape.intermediate = intermediate;
+  shape.max_tokens = max_tokens;
+  shape.block_m = gpu::kMaxBlockM;
+  if (!shape.valid()) throw std::invalid_argument("jax_megamoe: MoeShape: not a valid shape");
+  shape = gpu::layout_shape(shape, cuda::to_granularity(granularity), ring_tokens);
+  if (!shape.valid()) throw std::invalid_argument("jax_megamoe: MoeShape: not a valid shape");
+  return shape;
+}
+
+std::vector<std::string> kernel_options(const MoeShape& layout, uint32_t granularity, uint32_t tile,
+                                        bool trace) {
+  const gpu::Granularity g = cuda::to_granularity(granularity);
+  if (tile >= gpu::num_tiles(g)) throw std::invalid_argument("jax_megamoe: no such tile");
+  return cuda::KernelConfig{layout, g, tile, trace}.options();
+}
+
+nb::list tiles(uint32_t granularity) {
+  const gpu::Granularity g = cuda::to_granularity(granularity);
+  nb::list out;
+  for (uint32_t index = 0; index < gpu::num_tiles(g); ++index) {
+    const gpu::TileConfig tile = gpu::tile_config(g, index);
+    nb::dict row;
+    row["block_m"] = tile.block_m;
+    row["math_warpgroups"] = tile.math_warpgroups;
+    row["num_threads"] = tile.num_threads();
+    row["reason"] = tile.reason;
+    out.append(row);
+  }
+  return out;
+}
+
+std::unique_ptr<cuda::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t granularity,
+                                               const std::vector<int>& devices,
+                                               uint32_t ctas_per_rank,
+                                               const std::string& include_dir,
+                                               const std::string& nvrtc_path, bool trace) {
+  nb::gil_scoped_release release;
+  return std::make_unique<cuda::GpuRanks>(layout, cuda::to_granularity(granularity), devices,
+                                          ctas_per_rank,
+                                          cuda::Toolchain{include_dir, nvrtc_path, nullptr}, trace);
+}
+
+cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked, float limit,
+                                   int32_t skip_rank, int32_t fault_rank,
+                                   const std::string& fault_region, bool gate) {
+  cuda::LaunchOptions options;
+  options.tile = tile;
+  options.timeout_s = timeout_s;
+  options.checked = checked;
+  options.swiglu_limit = limit;
+  options.skip_rank = skip_rank;
+  options.fault_rank = fault_rank;
+  options.fault_region = fault_rank < 0 ? 0 : region_number(fault_region);
+  options.gate = gate;
+  return options;
+}
+
+void bind_gpu_ranks(nb::module_& m) {
+  using cuda::GpuRanks;
+  nb::class_<GpuRanks>(
+      m, "GpuRanks",
+      "Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.")
+      .def(nb::new_(&make_gpu_ranks), "layout"_a, "granularity"_a, "devices"_a, "ctas_per_rank"_a,
+           "include_dir"_a, "nvrtc_path"_a, "trace"_a)
+      .def("num_ctas", &GpuRanks::num_ctas, "rank"_a)
+      .def(
+          "set_weights",
+          [](GpuRanks& self, uint32_t rank, const HostBytes& w13, const HostBytes& w13_base,
+             const HostBytes& w2, const HostBytes& w2_base) {
+            nb::gil_scoped_release release;
+            self.set_weights(rank, host_array(w13), host_array(w13_base), host_array(w2),
+                             host_array(w2_base));
+          },
+          "rank"_a, "w13"_a, "w13_base"_a, "w2"_a, "w2_base"_a,
+          "This rank's E/R experts in the GPU layout.")
+      .def(
+          "set_inputs",
+          [](GpuRanks& self, uint32_t rank, uint32_t num_rows, const HostBytes& x,
+             const std::optional<HostBytes>& x_sf, const HostBytes& topk_idx,
+             const HostBytes& topk_weights, std::optional<int32_t> num_tokens) {
+            const bool wide = topk_idx.itemsize() == 8;
+            nb::gil_scoped_release release;
+            self.set_inputs(rank, num_rows, host_array(x), host_array(x_sf), host_array(topk_idx),
+                            wide, host_array(topk_weights), num_tokens);
+          },
+          "rank"_a, "num_rows"_a, "x"_a, "x_sf"_a.none(), "topk_idx"_a, "topk_weights"_a,
+          "num_tokens"_a.none(), "Copies one rank's operands to its GPU.")
+      .def("select_tile", &GpuRanks::select_tile, "The tile that the number of rows asks for.")
+      .def("prepare", &GpuRanks::prepare, "tile"_a, Release(), "Compiles and loads a kernel.")
+      .def(
+          "launch",
+          [](GpuRanks& self, int32_t tile, uint32_t repeats, bool flush_l2, double timeout_s,
+             bool checked, float limit, int32_t skip_rank, int32_t fault_rank,
+             const std::string& fault_region, bool gate) {
+            const auto options = launch_options(tile, timeout_s, checked, limit, skip_rank,
+                                                fault_rank, fault_region, gate);
+            nb::gil_scoped_release release;
+            return self.launch(options, repeats, flush_l2);
+          },
+          "tile"_a, "repeats"_a, "flush_l2"_a, "timeout_s"_a, "checked"_a, "limit"_a, "skip_rank"_a,
+          "fault_rank"_a, "fault_region"_a, "gate"_a,
+          "Microseconds of every rank in every repeat, flat.")
+      .def(
+          "launch_burst",
+          [](GpuRanks& self, int32_t tile, uint32_t calls, double timeout_s, bool checked,
+             float limit) {
+            const auto options = launch_options(tile, timeout_s, checked, limit, -1, -1, "", false);
+            nb::gil_scoped_release release;
+            return self.launch_burst(options, calls);
+          },
+          "tile"_a, "calls"_a, "timeout_s"_a, "checked"_a, "limit"_a,
+          "Calls without waiting in between; seconds in all.")
+      .def(
+          "y", [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.y(rank)); }, "rank"_a)
+      .def(
+          "received",
+          [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.received(rank)); },
+          "rank"_a)
+      .def(
+          "status", [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.status(rank)); },
+          "rank"_a)
+      .def(
+          "read",
+          [](const GpuRanks& self, uint32_t rank, const std::string& region) {
+            return to_bytes(self.read(rank, region_number(region)));
+          },
+          "rank"_a, "region"_a, "A copy of one region's bytes.")
+      .def(
+          "trace",
+          [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.read_trace(rank)); },
+          "rank"_a, "The trace buffer of the last launch, as cc/gpu/kernel_args.h describes it.")
+      .def("poison", &GpuRanks::poison, Release(),
+           "Fills every data region and all outputs with 0xFF bytes.")
+      .def("failure", &GpuRanks::failure, "rank"_a,
+           "What a rank reported in the last launch; empty: nothing.");
+}
+
+void create_gpu_buffer(const std::string& key, const MoeShape& layout, uint32_t granularity,
+                       const std::vector<std::vector<int32_t>>& groups,
+                       const std::string& include_dir, const std::string& nvrtc_path) {
+  nb::gil_scoped_release release;
+  host::register_buffer(
+      std::make_shared<cuda::GpuBuffer>(key, layout, cuda::to_granularity(granularity), groups,
+                                        cuda::Toolchain{include_dir, nvrtc_path, nullptr}));
+}
+
+// The listener runs on a native thread. Python runs pending calls in the main thread, between two
+// byte codes; an exception from there is raised in whatever the main thread is doing.
+PyObject* failure_callback = nullptr;
+
+int run_failure_callback(void*) {
+  PyObject* result = PyObject_CallNoArgs(failure_callback);
+  if (result == nullptr) return -1;
+  Py_DECREF(result);
+  return 0;
+}
+
+void on_gpu_failure(nb::callable callback) {
+  Py_XDECREF(failure_callback);
+  failure_callback = callback.release().ptr();
+  cuda::set_failure_listener(
+      [](const std::string&) { Py_AddPendingCall(&run_failure_callback, nullptr); });
+}
+
+void bind_gpu_layer(nb::module_& m) {
+  using ffi_api::GpuCallSite;
+  static auto call_site_info = ::xla::ffi::MakeTypeInfo<GpuCallSite>();
+  m.def(
+      "gpu_handlers",
+      [] {
+        nb::dict stages;
+        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeGpuInstantiate));
+        stages["execute"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeGpuExecute));
+        return stages;
+      },
+      "Stage name -> capsule, for jax.ffi.register_ffi_target(platform='CUDA').");
+  m.def(
+      "gpu_call_site_type",
+      [] {
+        nb::dict type;
+        type["type_id"] = nb::capsule(static_cast<void*>(&GpuCallSite::id));
+        type["type_info"] = nb::capsule(static_cast<void*>(&call_site_info));
+        return type;
+      },
+      "For jax.ffi.register_ffi_type; it must be registered before the handlers.");
+  m.def("create_gpu_buffer", &create_gpu_buffer, "key"_a, "shape"_a, "granularity"_a, "groups"_a,
+        "include_dir"_a, "nvrtc_path"_a,
+        "Allocates one buffer per rank on its GPU; groups[g][r] is the ordinal of rank r of group "
+        "g. Raises MemoryError, or RuntimeError if GPUs have no link or there is no driver.");
+  m.def("on_gpu_failure", &on_gpu_failure, "callback"_a,
+        "The main thread calls `callback` some time after a call has failed; what it raises is "
+        "raised there.");
+  m.def("take_gpu_failures", &cuda::take_failures, nb::call_guard<nb::gil_scoped_release>(),
+        "Texts of failed calls that nobody has been told of yet; each is returned once.");
+  m.def("shut_down_gpu", &cuda::shut_down_all, nb::call_guard<nb::gil_scoped_release>(),
+        "Stops looking for failures and makes running kernels give up. Before the process ends.");
+}
+
+void translate_cuda_error(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const cuda::CudaError& cuda_error) {
+    PyErr_SetString(
+        cuda_error.code == cuda::kErrorOutOfMemory ? PyExc_MemoryError : PyExc_RuntimeError,
+        cuda_error.what());
+  }
+}
+
+}  // namespace
+
+void bind_gpu(nb::module_& m) {
+  nb::register_exception_translator(&translate_cuda_error);
+  m.attr("GPU_WEIGHT_CHUNK_ROWS") = gpu::kWeightChunkRows;
+  m.attr("GPU_TRACE_LANES") = gpu::kTraceLanes;
+  m.attr("GPU_TRACE_EVENTS") = gpu::kTraceEvents;
+  nb::list trace_names;
+  for (const char* name : gpu::kTraceNames) trace_names.append(name);
+  m.attr("GPU_TRACE_NAMES") = nb::tuple(trace_names);
+
+  m.def("compile_kernel", &compile_kernel, "include_dir"_a, "options"_a, "nvrtc_path"_a,
+        "(cubin, log) of the layer's kernel, from the cache if it is there. Raises RuntimeError "
+        "with the compiler's log.");
+  m.def("gpu_shape", &gpu_shape, "num_ranks"_a, "num_experts"_a, "top_k"_a, "hidden"_a,
+        "intermediate"_a, "max_tokens"_a, "granularity"_a, "ring_tokens"_a = 0,
+        "The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises "
+        "ValueError for an invalid shape.");
+  m.def("gpu_kernel_options", &kernel_options, "shape"_a, "granularity"_a, "tile"_a,
+        "trace"_a = false, "The compiler's options for one kernel, without include directories.");
+  m.def("gpu_tiles", &tiles, "granularity"_a, "The tile configurations, narrowest first.");
+  m.def(
+      "gpu_select_tile",
+      [](const MoeShape& shape, uint32_t granularity, uint32_t num_rows) {
+        return gpu::select_tile(cuda::to_granularity(granularity), shape, num_rows);
+      },
+      "shape"_a, "granularity"_a, "num_rows"_a,
+      "The tile that a call with this many rows per rank uses.");
+  m.def(
+      "gpu_weight_chunk_bytes",
+      [](uint32_t granularity) {
+        return gpu::weight_chunk_bytes(cuda::to_granularity(granularity));
+      },
+      "granularity"_a, "Bytes of the packed weights of 128 rows and 128 of K.");
+  bind_gpu_ranks(m);
+  bind_gpu_layer(m);
+}
+
+}  // namespace jax_megamoe

@@ -1,0 +1,262 @@
+// dispatch.h: token path, stage 1, second half. Row counts of this rank's experts, and the rows
+// themselves pulled from their ranks into the ring.
+#pragma once
+
+#include "gpu/wait.h"
+#include "protocol/numerics.h"
+
+namespace jax_megamoe::gpu {
+
+// ---- counts ----
+
+// Exclusive prefix sum of value(e) over the local experts into start[0 .. E/R]. One warp.
+template <class Value>
+JMM_DEVICE uint32_t prefix_sum(uint32_t* start, const Value& value) {
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t before = 0;
+  for (uint32_t first = 0; first < kLocalExperts; first += 32) {
+    const uint32_t e = first + lane;
+    const uint32_t own = e < kLocalExperts ? value(e) : 0;
+    uint32_t sum = own;
+#pragma unroll
+    for (uint32_t distance = 1; distance < 32; distance *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (e < kLocalExperts) start[e] = before + sum - own;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  return before;
+}
+
+// The producers wait until every rank has published its counts, and lay out the pool. Then nothing
+// about the schedule is unknown. False: the call is aborted.
+JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
+  SharedControl& control = *cta.control;
+  const uint64_t call = cta.epoch + 1;
+  bool reached = true;
+  for (uint32_t i = thread; i < kRanks * kLocalExperts && reached; i += 128) {
+    reached = wait_at_least<Region::expert_recv_count, LoadSys64>(cta, i, published_count(call, 0));
+    if (reached) {
+      const uint64_t word = ld_acquire_sys(region<Region::expert_recv_count>(cta.local()) + i);
+      control.recv_count[i / kLocalExperts][i % kLocalExperts] = count_rows(word);
+    }
+  }
+  if (!reached) give_up(cta);
+  named_barrier_sync(kBarrierProducers, 128);
+  if (gave_up(cta)) return false;
+  const uint32_t warp = thread / 32;
+  const auto rows_of = [&](uint32_t e) {
+    uint32_t rows = 0;
+    for (uint32_t source = 0; source < kRanks; ++source) rows += control.recv_count[source][e];
+    return rows;
+  };
+  if (warp == 0) {
+    const uint32_t rows = prefix_sum(control.row_start, rows_of);
+    if (thread == 0) control.row_start[kLocalExperts] = rows;
+  } else if (warp == 1) {
+    const uint32_t blocks = prefix_sum(
+        control.block_start, [&](uint32_t e) { return ceil_div(rows_of(e), kBlockM); });
+    if (thread == 32) control.block_start[kLocalExperts] = blocks;
+  } else {
+    for (uint32_t source = warp - 2; source < kRanks; source += 2) {
+      prefix_sum(control.list_start[source],
+                 [&](uint32_t e) { return control.recv_count[source][e]; });
+    }
+  }
+  named_barrier_sync(kBarrierProducers, 128);
+  return true;
+}
+
+// CTA 0 tells the caller.
+JMM_DEVICE void report_counts(const Cta& cta, uint32_t thread) {
+  const SharedControl& control = *cta.control;
+  for (uint32_t e = thread; e < kLocalExperts; e += 128) {
+    cta.args.received[e] =
+        static_cast<int32_t>(control.row_start[e + 1] - control.row_start[e]);
+  }
+  if (thread != 0) return;
+  const uint32_t blocks = control.block_start[kLocalExperts];
+  cta.args.status[kStatusReceivedRows] = static_cast<int32_t>(control.row_start[kLocalExperts]);
+  cta.args.status[kStatusPoolBlocks] = static_cast<int32_t>(blocks);
+  cta.args.status[kStatusRingLaps] = static_cast<int32_t>(ceil_div(blocks, kShape.ring_blocks));
+}
+
+// ---- which source row stands where ----
+
+struct SourceRow32 {
+  uint32_t rank;
+  uint32_t index;
+};
+
+// locate_source_row() of protocol/dispatch_order.h by one warp: a lane looks after every 32nd rank.
+JMM_DEVICE SourceRow32 locate_source_row_by_warp(const SharedControl& control, uint32_t expert,
+                                                 uint32_t position) {
+  if constexpr (kRanks == 1) return {0, position};
+  constexpr uint32_t kPerLane = ceil_div(kRanks, 32u);
+  const uint32_t lane = threadIdx.x % 32;
+  uint32_t remaining[kPerLane];
+#pragma unroll
+  for (uint32_t i = 0; i < kPerLane; ++i) {
+    const uint32_t rank = i * 32 + lane;
+    remaining[i] = rank < kRanks ? control.recv_count[rank][expert] : 0;
+  }
+  uint32_t peeled = 0;
+  for (uint32_t round = 0; round < kRanks; ++round) {
+    uint32_t active = 0, smallest = ~0u;
+    uint32_t mask[kPerLane];
+#pragma unroll
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      mask[i] = __ballot_sync(~0u, remaining[i] > 0);
+      active += __popc(mask[i]);
+      if (remaining[i] > 0) smallest = min_of(smallest, remaining[i]);
+    }
+    smallest = __reduce_min_sync(~0u, smallest);
+    if (active == 0) break;
+    if (position < smallest * active) {
+      uint32_t nth = position % active;
+#pragma unroll
+      for (uint32_t i = 0; i < kPerLane; ++i) {
+        const uint32_t here = __popc(mask[i]);
+        if (nth < here) return {i * 32 + __fns(mask[i], 0, static_cast<int>(nth) + 1),
+                                peeled + position / active};
+        nth -= here;
+      }
+    }
+    position -= smallest * active;
+    peeled += smallest;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerLane; ++i) remaining[i] -= min_of(remaining[i], smallest);
+  }
+  return {0, 0};
+}
+
+// ---- the ring's rows ----
+
+// The ring holds tiles as the tensor cores want them: for each block, for each 128 bytes along K,
+// block_m rows of 128 bytes whose 16-byte chunks are swizzled by the row.
+inline constexpr uint32_t kActBytes = kBf16 ? 2 : 1;
+template <class P>
+inline constexpr uint64_t kRingBlockBytes = uint64_t{kBlockM} * P::kK * kActBytes;
+JMM_DEVICE uint64_t tile_chunk(uint32_t row, uint32_t chunk) {  // chunk: 16 bytes along K
+  return uint64_t{chunk / 8} * (kBlockM * 128) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+}
+// Scales of promoted sums: FP32, for each 128 of K one for each row.
+template <class P>
+inline constexpr uint64_t kRingScaleBytes = uint64_t{kBlockM} * kKBlocks<P> * 4;
+// With one scale a row, the scales stand row by row.
+
+JMM_DEVICE uint32_t widen_pair_bf16(uint32_t codes, float scale) {
+  const float2 v = cvt_f32x2_e4m3x2(codes & 0xFFFF);
+  return cvt_bf16x2(v.x * scale, v.y * scale);
+}
+
+// Copies one row of x of `source` into row `row` of ring slot `slot`. One warp.
+JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32_t slot,
+                         uint32_t row) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint8_t* codes = region<Region::x>(cta.args.base[source]) + uint64_t{token} * kHidden;
+  const uint8_t* scales =
+      region<Region::x_sf>(cta.args.base[source]) + uint64_t{token} * (kHidden / kSfGroup);
+  uint8_t* tile = reinterpret_cast<uint8_t*>(region<Region::l1_acts>(cta.local())) +
+                  slot * kRingBlockBytes<Phase1>;
+  constexpr uint32_t kChunks = kHidden / 16;
+  constexpr uint32_t kInFlight = 4;  // loads of a lane; more do not fit the producers' registers
+  for (uint32_t first = lane; first < kChunks; first += 32 * kInFlight) {
+    uint4 data[kInFlight];
+    uint32_t sf[kInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint32_t chunk = first + i * 32;
+      if (chunk < kChunks) {
+        data[i] = ld_global_v4(codes + chunk * 16);
+        if constexpr (kBf16) sf[i] = scales[chunk / 2];
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint32_t chunk = first + i * 32;
+      if (chunk >= kChunks) continue;
+      if constexpr (kBf16) {
+        const float scale = ue8m0_to_float(static_cast<uint8_t>(sf[i]));
+        const uint32_t words[4] = {data[i].x, data[i].y, data[i].z, data[i].w};
+        uint32_t wide[8];
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          wide[2 * j] = widen_pair_bf16(words[j], scale);
+          wide[2 * j + 1] = widen_pair_bf16(words[j] >> 16, scale);
+        }
+        *reinterpret_cast<uint4*>(tile + tile_chunk(row, 2 * chunk)) = {wide[0], wide[1], wide[2],
+                                                                        wide[3]};
+        *reinterpret_cast<uint4*>(tile + tile_chunk(row, 2 * chunk + 1)) = {wide[4], wide[5],
+                                                                            wide[6], wide[7]};
+      } else {
+        *reinterpret_cast<uint4*>(tile + tile_chunk(row, chunk)) = data[i];
+      }
+    }
+  }
+  if constexpr (kGranularity == Granularity::k128) {
+    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
+                                         slot * kRingScaleBytes<Phase1>);
+    for (uint32_t k = lane; k < kKBlocks<Phase1>; k += 32) {
+      to[k * kBlockM + row] = ue8m0_to_float(scales[k * (kBlockK / kSfGroup)]);
+    }
+  } else if constexpr (kGranularity == Granularity::kRow) {
+    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()));
+    if (lane == 0) to[slot * kBlockM + row] = ue8m0_to_float(scales[0]);
+  }
+}
+
+// The pull role: rows in pool order, spread over all pull warps of the rank, so that the first
+// blocks are complete first.
+JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
+  const SharedControl& control = *cta.control;
+  const uint32_t lane = threadIdx.x % 32;
+  if (blockIdx.x == 0 && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
+  {
+    Trace trace(cta, kTracePull + pull_warp, TraceName::kWaitRanks, lane == 0);
+    if (!wait_call_barrier(cta, kRowsListed)) return give_up(cta);
+    __syncwarp();
+  }
+  const uint32_t num_rows = control.row_start[kLocalExperts];
+  uint32_t expert = 0;
+  for (uint32_t pool_row = blockIdx.x + pull_warp * gridDim.x; pool_row < num_rows;
+       pool_row += kPullWarps * gridDim.x) {
+    while (pool_row >= control.row_start[expert + 1]) ++expert;
+    const uint32_t position = pool_row - control.row_start[expert];
+    const uint32_t rows = control.row_start[expert + 1] - control.row_start[expert];
+    const uint32_t pool_block = control.block_start[expert] + position / kBlockM;
+    const uint32_t row = position % kBlockM;
+    const RingPosition ring = ring_position(shape_of_kernel(), pool_block);
+    if (ring.lap > 0) {
+      bool free = true;
+      if (lane == 0) {
+        free = wait_at_least<Region::l1_empty, LoadGpu32>(cta, ring.slot,
+                                                          l1_empty_target(shape_of_kernel(), ring.lap));
+      }
+      if (!__shfl_sync(~0u, free, 0)) return give_up(cta);
+      __syncwarp();
+    }
+    Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0, pool_block);
+    const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
+    const uint32_t topk_slot =
+        region<Region::src_token_topk_idx>(cta.local())[source.rank * kShape.max_slots_per_rank() +
+                                                        control.list_start[source.rank][expert] +
+                                                        source.index];
+    if (lane == 0) {
+      region<Region::l1_topk_weights>(cta.local())[ring.slot * kBlockM + row] =
+          region<Region::topk_weights>(cta.args.base[source.rank])[topk_slot];
+      region<Region::token_src_metadata>(cta.local())[uint64_t{pool_block} * kBlockM + row] = {
+          source.rank, topk_slot};
+    }
+    pull_row(cta, source.rank, topk_slot / kTopK, ring.slot, row);
+    fence_proxy_async_global();  // the copy engine reads what this lane has written
+    __syncwarp();
+    if (lane == 0) {
+      const uint32_t valid = min_of(rows - (position - row), kBlockM);
+      add_release<Region::l1_arrival>(cta, ring.slot, l1_arrival_increment(shape_of_kernel(), row, valid));
+    }
+  }
+}
+
+}  // namespace jax_megamoe::gpu

@@ -1,0 +1,101 @@
+// linear2.h: token path, stage 4. The down projection of one item, pushed to the tokens' own ranks.
+#pragma once
+
+#include "gpu/loaders.h"
+#include "gpu/mainloop.h"
+
+namespace jax_megamoe::gpu {
+
+template <uint32_t N>
+class Linear2Item {
+ public:
+  static constexpr uint32_t kBlocks = Phase2::kRowBlocks;
+
+  JMM_DEVICE Linear2Item(Consumer& math, uint32_t slot)
+      : math_(math),
+        cta_(math.cta),
+        item_(cta_.control->items[slot]),
+        slot_(slot),
+        thread_(threadIdx.x) {}
+
+  JMM_DEVICE void run() {
+    float acc[kBlocks][N / 2];
+    {
+      Trace trace(cta_, math_.warpgroup, TraceName::kLinear2, thread_ % 128 == 0,
+                  item_.pool_block);
+      multiply<Phase2, N>(math_, acc);
+    }
+    Trace trace(cta_, math_.warpgroup, TraceName::kPush, thread_ % 128 == 0, item_.pool_block);
+    // The item's rows are in shared memory or used: the slot's next lap may overwrite them.
+    if (thread_ == 0) add_release<Region::l2_empty>(cta_, item_.slot, valid_chunks<Phase2>(item_.n));
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      const uint32_t row = item_.n * kTileRows<Phase2> + (math_.warpgroup * kBlocks + b) * 64;
+      if (row < Phase2::kRows) push(row, acc[b]);
+    }
+  }
+
+ private:
+  JMM_DEVICE void sync_warpgroup() const {
+    named_barrier_sync(kBarrierWarpgroup + math_.warpgroup, 128);
+  }
+
+  // 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight threads
+  // write 128 contiguous bytes of a token's row, to whichever rank it belongs.
+  JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
+    constexpr uint32_t kSlab = min_of(N, 32u);
+    constexpr float kUnit = kBf16 ? 1.0f : 0x1p-6f;
+    static_assert(kWidenExponent == 6);
+    const uint8_t* base = cta_.control->row_base[slot_] + first_row % kItemRows<Phase2> +
+                          math_.warp * 16 + math_.lane / 4;
+    const float scale[2] = {ue8m0_to_float(base[0]) * kUnit, ue8m0_to_float(base[8]) * kUnit};
+    const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
+    const uint64_t* header =
+        reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
+    const auto place = [&](uint32_t token, uint32_t chunk) {
+      return staging + token * 128 + (chunk ^ (token % 8)) * 16;
+    };
+#pragma unroll
+    for (uint32_t slab = 0; slab < N / kSlab; ++slab) {
+      sync_warpgroup();
+#pragma unroll
+      for (uint32_t i = 0; i < kSlab / 8; i += 2) {
+        // Matrices: tokens 8i.. and 8i + 8.., each with the warp's lower and upper 8 rows.
+        uint32_t v[4];
+#pragma unroll
+        for (uint32_t m = 0; m < 4; ++m) {
+          const uint32_t c = slab * (kSlab / 8) + i + m / 2, high = m % 2;
+          if (4 * c >= N / 2) continue;
+          v[m] = cvt_bf16x2(acc[4 * c + 2 * high] * scale[high],
+                            acc[4 * c + 2 * high + 1] * scale[high]);
+        }
+        const uint32_t matrix = math_.lane / 8;
+        if constexpr (kSlab >= 16) {
+          stmatrix_x4_trans(place(8 * (i + matrix / 2) + math_.lane % 8, 2 * math_.warp + matrix % 2),
+                            v[0], v[1], v[2], v[3]);
+        } else {
+          stmatrix_x2_trans(place(math_.lane % 8, 2 * math_.warp + matrix % 2), v[0], v[1]);
+        }
+      }
+      sync_warpgroup();
+#pragma unroll
+      for (uint32_t i = 0; i < ceil_div(kSlab * 8, 128u); ++i) {
+        const uint32_t index = thread_ % 128 + i * 128;
+        const uint32_t token = index / 8, chunk = index % 8;
+        if (token >= kSlab) continue;
+        const uint64_t target = header[slab * kSlab + token];
+        if (target == 0) continue;
+        *reinterpret_cast<uint4*>(target + first_row * 2 + chunk * 16) =
+            ld_shared_v4(place(token, chunk));
+      }
+    }
+  }
+
+  Consumer& math_;
+  const Cta& cta_;
+  const Item& item_;  // in shared memory
+  const uint32_t slot_;
+  const uint32_t thread_;
+};
+
+}  // namespace jax_megamoe::gpu

@@ -1,0 +1,232 @@
+// loaders.h: the warps that fill the stages. One lane each: the weight loader, which also takes items
+// of work and tells the other roles, and the activation loader.
+#pragma once
+
+#include "gpu/dispatch.h"
+#include "gpu/mainloop.h"
+#include "protocol/scheduler.h"
+
+namespace jax_megamoe::gpu {
+
+JMM_DEVICE uint32_t full_barrier(const Cta& cta, uint32_t stage) {
+  return shared_address(&cta.control->full[stage]);
+}
+JMM_DEVICE uint32_t empty_barrier(const Cta& cta, uint32_t stage) {
+  return shared_address(&cta.control->empty[stage]);
+}
+
+// Chunks of 128 weight rows that tile `tile` of phase P has; the last tile may have fewer.
+template <class P>
+JMM_DEVICE uint32_t valid_chunks(uint32_t tile) {
+  constexpr uint32_t kChunks = P::kRows / kWeightChunkRows;
+  return min_of(kTileChunks<P>, kChunks - tile * kTileChunks<P>);
+}
+template <class P>
+JMM_DEVICE uint32_t valid_passes(uint32_t item) {
+  constexpr uint32_t kTiles = ceil_div(P::kRows, kTileRows<P>);
+  return min_of(P::kPasses, kTiles - item * P::kPasses);
+}
+
+// ---- weights and items ----
+
+template <class P>
+JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
+                             const uint8_t* weights) {
+  constexpr uint32_t kChunks = P::kRows / kWeightChunkRows;
+  for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
+    const uint32_t tile = item.n * P::kPasses + pass;
+    const uint32_t chunks = valid_chunks<P>(tile);
+    const uint8_t* source =
+        weights + (uint64_t{item.expert} * kChunks + tile * kTileChunks<P>) *
+                      (uint64_t{kKBlocks<P>} * kChunkBytes);
+    for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
+      mbarrier_wait(cta, empty_barrier(cta, at.index), at.parity ^ 1);
+      if (gave_up(cta)) return;
+      const uint32_t full = full_barrier(cta, at.index);
+      const uint32_t stage =
+          cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
+      mbarrier_arrive_expect_tx(full, chunks * kChunkBytes);
+      for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+        bulk_load(stage + chunk * kChunkBytes,
+                  source + (uint64_t{chunk} * kKBlocks<P> + k) * kChunkBytes, kChunkBytes, full);
+      }
+      at.advance();
+    }
+  }
+}
+
+// Hands the next item to the other roles.
+JMM_DEVICE void pass_on(const Cta& cta, uint32_t index, const Item& item) {
+  const uint32_t slot = index % kItemSlots, parity = index / kItemSlots % 2;
+  if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_empty[slot]), parity ^ 1)) {
+    return;
+  }
+  cta.control->items[slot] = item;
+  mbarrier_arrive(shared_address(&cta.control->item_full[slot]));
+}
+
+// One thread. Always ends with kEndItem or kAbortItem.
+JMM_DEVICE void weight_role(const Cta& cta) {
+  const SharedControl& control = *cta.control;
+  const auto block_start = [&](uint32_t e) { return control.block_start[e]; };
+  const auto rows = [&](uint32_t e) { return control.row_start[e + 1] - control.row_start[e]; };
+  uint32_t index = 0;
+  if (!gave_up(cta)) {
+    BlockWalk walk(shape_of_kernel(), gridDim.x, kItems<Phase1>, kItems<Phase2>, block_start, rows);
+    uint32_t* counter = region<Region::next_item>(cta.local());
+    StageCursor at;
+    Block block;
+    uint32_t number = atom_add_relaxed_gpu(counter, 1);
+    for (; walk.find(number, &block); ++index) {
+      const RingPosition ring = ring_position(shape_of_kernel(), block.pool_block);
+      const Item item = {static_cast<uint32_t>(block.phase), block.expert, block.n_block,
+                         block.pool_block, block.valid_m, ring.slot, ring.lap, 0};
+      pass_on(cta, index, item);
+      number = atom_add_relaxed_gpu(counter, 1);  // its latency hides behind this item's stages
+      Trace trace(cta, kTraceWeights, item.phase == 0 ? TraceName::kLinear1 : TraceName::kLinear2,
+                  true, item.pool_block);
+      if (item.phase == 0) {
+        load_weights<Phase1>(cta, item, at, cta.args.w13);
+      } else {
+        load_weights<Phase2>(cta, item, at, cta.args.w2);
+      }
+      if (gave_up(cta)) {
+        ++index;
+        break;
+      }
+    }
+  }
+  if (gave_up(cta) && !aborted(cta)) {
+    record_failure(cta, FailureKind::kTimeout, kSharedBarrier,
+                   control.stuck_barrier - shared_address(&control),
+                   control.stuck_parity ^ 1, control.stuck_parity);
+  }
+  Item last = {};
+  last.phase = gave_up(cta) ? kAbortItem : kEndItem;
+  pass_on(cta, index, last);
+}
+
+// ---- activations ----
+
+template <class P>
+JMM_DEVICE void load_acts(const Cta& cta, const Item& item, StageCursor& at, const uint8_t* acts,
+                          const uint8_t* scales) {
+  const uint32_t columns = num_columns(item.valid_m);
+  constexpr uint32_t kTilesPerStage = kBf16 ? 2 : 1;
+  const uint32_t bytes = columns * 128;
+  const uint8_t* block = acts + item.slot * kRingBlockBytes<P>;
+  const uint8_t* block_scales = scales + item.slot * kRingScaleBytes<P>;
+  for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
+    for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
+      mbarrier_wait(cta, empty_barrier(cta, at.index), at.parity ^ 1);
+      if (gave_up(cta)) return;
+      const uint32_t full = full_barrier(cta, at.index);
+      const uint32_t stage = cta.shared_base + at.index * kActStageBytes;
+      const uint32_t scale_bytes = P::kPromote ? columns * 4 : 0;
+      mbarrier_arrive_expect_tx(full, kTilesPerStage * bytes + scale_bytes);
+#pragma unroll
+      for (uint32_t tile = 0; tile < kTilesPerStage; ++tile) {
+        bulk_load(stage + tile * (kBlockM * 128),
+                  block + (uint64_t{k} * kTilesPerStage + tile) * (kBlockM * 128), bytes, full);
+      }
+      if constexpr (P::kPromote) {
+        bulk_load(cta.shared_base + kScaleStagesOffset + at.index * kScaleStageBytes,
+                  block_scales + uint64_t{k} * (kBlockM * 4), scale_bytes, full);
+      }
+      at.advance();
+    }
+  }
+}
+
+// What the epilogue needs, so that math does not wait for memory there. One warp; its writes are
+// visible with the item's first stage.
+JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
+  const uint32_t lane = threadIdx.x % 32;
+  void* local = cta.local();
+  uint2* header = cta.control->token_header[slot];
+  uint8_t* base = cta.control->row_base[slot];
+  if (item.phase == 0) {
+    for (uint32_t token = lane; token < kBlockM; token += 32) {
+      uint2 entry = {0, 0};
+      if (token < item.valid_m) {
+        const uint32_t row = item.slot * kBlockM + token;
+        entry.x = float_bits(region<Region::l1_topk_weights>(local)[row]);
+        if constexpr (kGranularity == Granularity::kRow) {
+          entry.y = reinterpret_cast<const uint32_t*>(region<Region::l1_acts_sf>(local))[row];
+        }
+      }
+      header[token] = entry;
+    }
+    const uint8_t* from = cta.args.w13_base + uint64_t{item.expert} * Phase1::kRows +
+                          item.n * kItemRows<Phase1>;
+    for (uint32_t row = lane * 8; row < kItemRows<Phase1>; row += 256) {
+      *reinterpret_cast<uint2*>(base + row) = __ldg(reinterpret_cast<const uint2*>(from + row));
+    }
+  } else {
+    const TokenSource* sources =
+        region<Region::token_src_metadata>(local) + uint64_t{item.pool_block} * kBlockM;
+    for (uint32_t token = lane; token < kBlockM; token += 32) {
+      uint64_t target = 0;
+      if (token < item.valid_m) {
+        const TokenSource source = sources[token];
+        const uint64_t row =
+            uint64_t{source.slot % kTopK} * kShape.max_tokens + source.slot / kTopK;
+        target = reinterpret_cast<uint64_t>(region<Region::combine>(cta.args.base[source.rank]) +
+                                            row * kHidden);
+      }
+      reinterpret_cast<uint64_t*>(header)[token] = target;
+    }
+    const uint32_t first = item.n * kItemRows<Phase2>;
+    const uint8_t* from = cta.args.w2_base + uint64_t{item.expert} * Phase2::kRows + first;
+    for (uint32_t row = lane * 8; row < min_of(kItemRows<Phase2>, Phase2::kRows - first);
+         row += 256) {
+      *reinterpret_cast<uint2*>(base + row) = __ldg(reinterpret_cast<const uint2*>(from + row));
+    }
+  }
+}
+
+// Waits for an item's rows. It also waits until SwiGLU may write into the slot, so that math never
+// has to. One thread.
+JMM_DEVICE bool wait_for_rows(const Cta& cta, const Item& item) {
+  Trace trace(cta, kTraceActs, TraceName::kWaitRows, true, item.pool_block);
+  if (item.phase == 0) {
+    return wait_at_least<Region::l1_arrival, LoadGpu32>(cta, item.slot,
+                                                        l1_arrival_target(shape_of_kernel(), item.lap)) &&
+           wait_at_least<Region::l2_empty, LoadGpu32>(cta, item.slot,
+                                                      l2_empty_target(shape_of_kernel(), item.lap));
+  }
+  return wait_at_least<Region::l2_arrival, LoadGpu32>(cta, item.slot,
+                                                      l2_arrival_target(shape_of_kernel(), item.lap));
+}
+
+// One warp.
+JMM_DEVICE void act_role(const Cta& cta) {
+  const uint32_t lane = threadIdx.x % 32;
+  void* local = cta.local();
+  StageCursor at;
+  for (uint32_t i = 0;; ++i) {
+    const uint32_t slot = i % kItemSlots, parity = i / kItemSlots % 2;
+    if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_full[slot]), parity)) return;
+    const Item item = cta.control->items[slot];
+    if (item.phase >= kEndItem) return;
+    // After an abort only the items are taken, up to the last one.
+    if (lane == 0 && !gave_up(cta) && !wait_for_rows(cta, item)) give_up(cta);
+    __syncwarp();
+    if (!gave_up(cta)) load_header(cta, item, slot);
+    __syncwarp();
+    if (lane == 0 && !gave_up(cta)) {
+      fence_proxy_async_global();  // rows were written by ordinary stores
+      if (item.phase == 0) {
+        load_acts<Phase1>(cta, item, at, region<Region::l1_acts>(local),
+                          region<Region::l1_acts_sf>(local));
+      } else {
+        load_acts<Phase2>(cta, item, at, region<Region::l2_acts>(local),
+                          region<Region::l2_acts_sf>(local));
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+  }
+}
+
+}  // namespace jax_megamoe::gpu

@@ -1,0 +1,143 @@
+// mega_moe.h: the kernel. One launch per rank and call; the body is the table of roles.
+#pragma once
+
+#include "gpu/combine.h"
+#include "gpu/dispatch.h"
+#include "gpu/linear2.h"
+#include "gpu/loaders.h"
+#include "gpu/prologue.h"
+#include "gpu/swiglu.h"
+
+namespace jax_megamoe::gpu {
+
+JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
+  fill_widen_table(control.widen_table, threadIdx.x);
+  if (threadIdx.x != 0) return;
+  control.failed = 0;
+  control.stuck_barrier = 0;
+  control.stuck_parity = 0;
+  control.role_failed = 0;
+  control.epoch = *region<Region::call_epoch>(args.base[args.rank]);
+  for (uint32_t i = 0; i < kStages; ++i) {
+    mbarrier_init(shared_address(&control.full[i]), 2);  // weight and activation loader
+    mbarrier_init(shared_address(&control.empty[i]), kMathWarps);
+  }
+  for (uint32_t i = 0; i < kItemSlots; ++i) {
+    mbarrier_init(shared_address(&control.item_full[i]), 1);
+    mbarrier_init(shared_address(&control.item_empty[i]), kMathWarps + 1);  // and act loader
+  }
+  fence_mbarrier_init();
+}
+
+// All threads: this rank's input is in the workspace, its routes are with the owners of the experts.
+JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
+  const KernelArgs& args = cta.args;
+  if (blockIdx.x == 0) {
+    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+    if (threadIdx.x == 0 && args.ep_rank != nullptr &&
+        *args.ep_rank != static_cast<int32_t>(args.rank)) {
+      record_failure(cta, FailureKind::kRankMismatch, 0, 0, args.rank,
+                     static_cast<uint64_t>(int64_t{*args.ep_rank}));
+    }
+    list_routes(cta, tokens, shared);
+  }
+  Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
+  stage_input(cta, tokens);
+  fence_proxy_async_shared();  // the stages' memory was used for the route table
+  __syncthreads();
+  if (threadIdx.x == 0) arrive_call_barrier(cta);
+}
+
+JMM_DEVICE void producers(Cta& cta) {
+  const uint32_t thread = threadIdx.x - kMathThreads, warp = thread / 32;
+  cta.role = Role::kScheduler;
+  {
+    Trace trace(cta, kTraceWeights, TraceName::kWaitCounts, thread == 0);
+    receive_counts(cta, thread);
+  }
+  if (blockIdx.x == 0 && !gave_up(cta)) report_counts(cta, thread);
+  if (warp == kWeightWarp) {
+    if (thread % 32 == 0) weight_role(cta);
+  } else if (warp == kActWarp) {
+    cta.role = Role::kActLoader;
+    act_role(cta);
+  } else if (!gave_up(cta)) {
+    cta.role = Role::kDispatch;
+    pull_role(cta, warp - kFirstPullWarp);
+  }
+}
+
+// One item with accumulators of N columns.
+struct RunItem {
+  Consumer& consumer;
+  uint32_t slot, phase;
+  template <uint32_t N>
+  JMM_DEVICE void operator()(Columns<N>) const {
+    if (phase == 0) {
+      SwigluItem<N>(consumer, slot).run();
+    } else {
+      Linear2Item<N>(consumer, slot).run();
+    }
+  }
+};
+
+JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
+  cta.role = Role::kMath;
+  Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
+  for (uint32_t i = 0;; ++i) {
+    const uint32_t slot = i % kItemSlots, parity = i / kItemSlots % 2;
+    if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_full[slot]), parity)) {
+      return fill_with_nan(cta);
+    }
+    const uint32_t phase = cta.control->items[slot].phase;
+    if (phase == kAbortItem) return fill_with_nan(cta);
+    if (phase == kEndItem) break;
+    with_columns(cta.control->items[slot].valid_m, RunItem{consumer, slot, phase});
+    __syncwarp();
+    if (consumer.lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+  }
+  // All rows of this CTA are pushed. When all CTAs of all ranks say so, every row is there.
+  cta.role = Role::kCombine;
+  named_barrier_sync(kBarrierMath, kMathThreads);
+  {
+    Trace trace(cta, 0, TraceName::kWaitResults, threadIdx.x == 0);
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) {
+        fence_acq_rel_sys();
+        arrive_call_barrier(cta);
+      }
+      __syncwarp();
+      if (blockIdx.x == 0) publish_call_barrier(cta, kResultsPushed);
+      if (!wait_call_barrier(cta, kResultsPushed)) give_up(cta);
+    }
+    named_barrier_sync(kBarrierMath, kMathThreads);
+  }
+  if (gave_up(cta) || ld_relaxed_gpu(cta.args.abort_flag) != 0) return fill_with_nan(cta);
+  Trace trace(cta, 0, TraceName::kCombine, threadIdx.x == 0);
+  combine(cta, tokens);
+  clear_counters(cta);
+}
+
+}  // namespace jax_megamoe::gpu
+
+// Bytes of dynamic shared memory to launch with.
+extern "C" __device__ const unsigned int jmm_smem_bytes = jax_megamoe::gpu::kSharedBytes;
+
+extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
+    jmm_mega_moe(const __grid_constant__ jax_megamoe::gpu::KernelArgs args) {
+  using namespace jax_megamoe::gpu;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  SharedControl* control = reinterpret_cast<SharedControl*>(shared + kControlOffset);
+  initialise(args, *control);
+  __syncthreads();
+  Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
+  const uint32_t tokens = valid_tokens(cta);
+  prologue(cta, tokens, shared);
+  if (threadIdx.x >= kMathThreads) {
+    setmaxnreg_dec<kProducerRegisters>();
+    producers(cta);
+  } else {
+    setmaxnreg_inc<kMathRegisters>();
+    math(cta, tokens);
+  }
+}

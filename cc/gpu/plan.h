@@ -1,0 +1,156 @@
+// plan.h: what one compiled kernel is specialised on, and its shared memory. Everything here is a
+// constant derived from the macros that the host passes to NVRTC.
+#pragma once
+
+#include "gpu/kernel_args.h"
+#include "gpu/tile_config.h"
+#include "protocol/ring.h"
+#include "protocol/workspace.h"
+
+namespace jax_megamoe::gpu {
+
+inline constexpr Granularity kGranularity = static_cast<Granularity>(JMM_GRANULARITY);
+inline constexpr bool kBf16 = kGranularity == Granularity::k32;
+inline constexpr TileConfig kTile = tile_config(kGranularity, JMM_TILE);
+
+// The buffer's layout, and the same with the tile's M-blocks. Functions, because device code cannot
+// refer to a constant of class type.
+JMM_HD constexpr MoeShape layout_shape_of_kernel() {
+  return {JMM_NUM_RANKS,    JMM_NUM_EXPERTS, JMM_TOP_K,  JMM_HIDDEN,
+          JMM_INTERMEDIATE, JMM_MAX_TOKENS,  kMaxBlockM, JMM_RING_BLOCKS,
+          kMinBlockM,       kBf16 ? 2u : 1u};
+}
+JMM_HD constexpr MoeShape shape_of_kernel() {
+  return call_shape(layout_shape_of_kernel(), tile_config(kGranularity, JMM_TILE));
+}
+inline constexpr MoeShape kLayoutShape = layout_shape_of_kernel();
+inline constexpr MoeShape kShape = shape_of_kernel();
+static_assert(kLayoutShape.valid() && kShape.valid());
+
+inline constexpr uint32_t kRanks = kShape.num_ranks;
+inline constexpr uint32_t kLocalExperts = kShape.num_local_experts();
+inline constexpr uint32_t kTopK = kShape.top_k;
+inline constexpr uint32_t kHidden = kShape.hidden;
+inline constexpr uint32_t kIntermediate = kShape.intermediate;
+inline constexpr uint32_t kBlockM = kTile.block_m;
+
+template <Region R>
+JMM_HD typename RegionType<R>::T* region(void* base) {
+  constexpr uint64_t offset = WorkspaceLayout(kLayoutShape).at(R).offset;
+  return reinterpret_cast<typename RegionType<R>::T*>(static_cast<char*>(base) + offset);
+}
+
+// ---- threads ----
+
+inline constexpr uint32_t kMathThreads = kTile.math_warpgroups * 128;
+inline constexpr uint32_t kMathWarps = kMathThreads / 32;
+inline constexpr uint32_t kThreads = kTile.num_threads();
+// A CTA's registers are those it starts with, 168 x 384 or 96 x 640; setmaxnreg moves them from the
+// producers to the math warpgroups, and blocks for ever if there are not enough.
+inline constexpr uint32_t kLaunchRegisters = 65536 / kThreads / 8 * 8;
+inline constexpr uint32_t kMathRegisters = kTile.math_warpgroups == 2 ? 224 : 104;
+inline constexpr uint32_t kProducerRegisters = kTile.math_warpgroups == 2 ? 56 : 64;
+static_assert(kMathThreads * kMathRegisters + 128 * kProducerRegisters <=
+              kThreads * kLaunchRegisters);
+// Warps of the last warpgroup. Two warps pull: with 132 SMs that fills NVLink.
+inline constexpr uint32_t kWeightWarp = 0, kActWarp = 1, kFirstPullWarp = 2, kPullWarps = 2;
+
+// Named barriers; 0 is __syncthreads.
+inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2, kBarrierWarpgroup = 3;
+
+// ---- shapes of the two products ----
+
+struct Phase1 {
+  static constexpr uint32_t kK = kHidden, kRows = 2 * kIntermediate;
+  static constexpr uint32_t kRowBlocks = kTile.l1_row_blocks, kPasses = kTile.l1_passes;
+  static constexpr bool kPromote = kGranularity == Granularity::k128;
+};
+struct Phase2 {
+  static constexpr uint32_t kK = kIntermediate, kRows = kHidden;
+  static constexpr uint32_t kRowBlocks = kTile.l2_row_blocks, kPasses = 1;
+  static constexpr bool kPromote = !kBf16;
+};
+template <class P>
+inline constexpr uint32_t kTileRows = kTile.math_warpgroups * P::kRowBlocks * 64;
+template <class P>
+inline constexpr uint32_t kTileChunks = kTileRows<P> / kWeightChunkRows;
+template <class P>
+inline constexpr uint32_t kItemRows = kTileRows<P> * P::kPasses;
+template <class P>
+inline constexpr uint32_t kItems = ceil_div(P::kRows, kItemRows<P>);  // of one M-block
+template <class P>
+inline constexpr uint32_t kKBlocks = P::kK / kBlockK;
+static_assert(kItemRows<Phase2> <= 256);
+static_assert(kItemRows<Phase1> == 256, "128 channels of one scale");
+static_assert(Phase1::kRows % kWeightChunkRows == 0 && Phase2::kRows % kWeightChunkRows == 0);
+
+inline constexpr uint32_t kChunkBytes = weight_chunk_bytes(kGranularity);
+inline constexpr uint32_t kScaleBytesPerBlock = weight_scale_bytes(kGranularity) / 2;  // 64 rows
+
+// ---- shared memory ----
+
+// 1024-byte tiles of tokens come first: the swizzle pattern repeats every 1024 bytes.
+inline constexpr uint32_t kActStageBytes = kBlockM * kBlockK * (kBf16 ? 2 : 1);
+inline constexpr uint32_t kWeightStageBytes =
+    max_of(kTileChunks<Phase1>, kTileChunks<Phase2>) * kChunkBytes;
+inline constexpr uint32_t kScaleStageBytes = kBf16 ? 0 : kBlockM * 4;
+inline constexpr uint32_t kStageBytes = kActStageBytes + kWeightStageBytes + kScaleStageBytes;
+static_assert(kActStageBytes % 1024 == 0);
+
+inline constexpr uint32_t kMaxStages = 12;
+inline constexpr uint32_t kItemSlots = 2;  // the one in work and the next
+inline constexpr uint32_t kSharedLimit = 232448;  // bytes a CTA may use on sm_90
+
+// One item of work as the roles pass it on.
+inline constexpr uint32_t kEndItem = 2;    // phase: no more items
+inline constexpr uint32_t kAbortItem = 3;  // phase: the call is aborted
+struct Item {
+  uint32_t phase;  // 0, 1, kEndItem or kAbortItem
+  uint32_t expert;
+  uint32_t n;  // item of the M-block
+  uint32_t pool_block;
+  uint32_t valid_m;
+  uint32_t slot;  // ring slot
+  uint32_t lap;
+  uint32_t reserved;
+};
+
+// Everything but the stages.
+struct SharedControl {
+  alignas(128) uint8_t staging[kTile.math_warpgroups][4096];
+  uint64_t full[kMaxStages];
+  uint64_t empty[kMaxStages];
+  uint64_t item_full[kItemSlots];
+  uint64_t item_empty[kItemSlots];
+  alignas(16) Item items[kItemSlots];
+  // What the epilogue of an item needs of each token: linear 1, routing weight and scale (FP32 bits);
+  // linear 2, address of the result's row. And the scale byte of each weight row.
+  alignas(16) uint2 token_header[kItemSlots][kBlockM];
+  alignas(16) uint8_t row_base[kItemSlots][256];
+  alignas(128) uint8_t widen_table[128];
+  // Rows of this rank's experts.
+  uint32_t row_start[kLocalExperts + 1];    // first row of an expert, padding not counted
+  uint32_t block_start[kLocalExperts + 1];  // first pool block of an expert
+  uint32_t recv_count[kRanks][kLocalExperts];
+  uint32_t list_start[kRanks][kLocalExperts];  // first row of an expert in a source's list
+  uint64_t epoch;
+  uint32_t failed;  // a role of this CTA gave up: the others leave too
+  uint32_t stuck_barrier, stuck_parity;  // what timed out within the CTA; they follow `failed`
+  uint32_t role_failed, role_stuck_barrier, role_stuck_parity;  // the same between roles
+  // Epilogues.
+  alignas(16) uint32_t amax_part[kMathWarps][kBlockM / 2];  // two tokens a word
+  // Reciprocals of the scales, FP32 bits, two tokens an entry; a copy for each independent group.
+  alignas(16) uint2 reciprocal[kBf16 ? kTile.math_warpgroups : 1][kBlockM / 2];
+};
+inline constexpr uint32_t kControlBytes = ceil_div(uint32_t(sizeof(SharedControl)), 1024u) * 1024;
+inline constexpr uint32_t kStages =
+    min_of(kMaxStages, (kSharedLimit - 1024 - kControlBytes) / kStageBytes);
+static_assert(kStages >= 2, "too many experts per rank for this tile's shared memory");
+inline constexpr uint32_t kWeightStagesOffset = kStages * kActStageBytes;
+inline constexpr uint32_t kScaleStagesOffset = kWeightStagesOffset + kStages * kWeightStageBytes;
+inline constexpr uint32_t kControlOffset =
+    ceil_div(kScaleStagesOffset + kStages * kScaleStageBytes, 1024u) * 1024;
+inline constexpr uint32_t kSharedBytes = kControlOffset + kControlBytes;
+static_assert(kSharedBytes <= kSharedLimit);
+
+}  // namespace jax_megamoe::gpu

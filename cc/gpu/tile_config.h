@@ -1,0 +1,120 @@
+// tile_config.h: every tuned number of the sm_90a kernel, with its reason. Host and device.
+//
+// Weights are the rows of a tile (wgmma's M, in blocks of 64, from registers), tokens its columns
+// (wgmma's N, from shared memory). One tile configuration is compiled for one kernel; the host picks
+// it from the number of rows an expert is expected to receive.
+#pragma once
+
+#include "protocol/shape.h"
+
+namespace jax_megamoe::gpu {
+
+// Elements of an activation row that share one scale.
+enum class Granularity : uint32_t {
+  kRow = 0,     // linear 1's input: the whole row; linear 2's input: 128
+  k32 = 32,     // exact MXFP8; BF16 tensor cores
+  k128 = 128,   // FP8 tensor cores, promotion every 128
+};
+
+inline constexpr uint32_t kBlockK = 128;           // K of one pipeline stage
+inline constexpr uint32_t kWeightChunkRows = 128;  // rows whose packed weights are contiguous
+inline constexpr uint32_t kMaxBlockM = 256;        // widest tile: the ring is allocated in these
+inline constexpr uint32_t kMinBlockM = 8;          // narrowest tile: ring counters are sized for it
+
+// Bytes of the packed weights of 128 rows and 128 of K: FP4 codes, then one exponent code a group.
+// E4M3 operands: 4 bits a group (0..14 binades below the row's scale, 15: a group of zeros).
+// BF16 operands: 8 bits a group, any spread.
+inline constexpr uint32_t kWeightCodeBytes = kWeightChunkRows * kBlockK / 2;
+JMM_HD constexpr uint32_t weight_scale_bytes(Granularity g) {
+  return kWeightChunkRows * (kBlockK / kSfGroup) * (g == Granularity::k32 ? 8 : 4) / 8;
+}
+JMM_HD constexpr uint32_t weight_chunk_bytes(Granularity g) {
+  return kWeightCodeBytes + weight_scale_bytes(g);
+}
+
+struct TileConfig {
+  uint32_t block_m;          // tokens of a tile: N of the instruction
+  uint32_t math_warpgroups;  // each has its own 64-row blocks
+  uint32_t l1_row_blocks;    // 64-row blocks of one warpgroup in linear 1
+  uint32_t l2_row_blocks;    // the same in linear 2
+  uint32_t l1_passes;        // tiles of linear 1 that one item computes one after the other
+  uint32_t part_columns;     // promoted partial sums are this wide; 0: as wide as the tile
+  const char* reason;
+
+  JMM_HD constexpr uint32_t num_threads() const { return (math_warpgroups + 1) * 128; }
+  JMM_HD constexpr uint32_t l1_rows() const { return math_warpgroups * l1_row_blocks * 64; }
+  JMM_HD constexpr uint32_t l2_rows() const { return math_warpgroups * l2_row_blocks * 64; }
+  JMM_HD constexpr uint32_t l1_item_rows() const { return l1_rows() * l1_passes; }
+};
+
+// FP8 tensor cores (granularities 128 and row). An item of linear 1 has to cover 256 weight rows:
+// its 128 channels share one scale.
+inline constexpr TileConfig kFp8Tiles[] = {
+    {8, 4, 1, 1, 1, 0, "up to 8 rows per expert: four warpgroups hide the widening, HBM-bound"},
+    {16, 4, 1, 1, 1, 0, "up to 16 rows per expert, HBM-bound"},
+    {32, 4, 1, 1, 1, 0, "up to 32 rows per expert, close to HBM-bound"},
+    {64, 4, 1, 1, 1, 32, "one pass over the weights matters more than the tile's own rate"},
+    {128, 2, 2, 1, 1, 64, "two row blocks share each token fragment; promoted sums need registers"},
+    {256, 2, 1, 1, 2, 64, "widening is amortised over 256 tokens; two passes make one scale group"},
+};
+// BF16 tensor cores (granularity 32).
+inline constexpr TileConfig kBf16Tiles[] = {
+    {8, 4, 1, 1, 1, 0, "up to 8 rows per expert, HBM-bound"},
+    {16, 4, 1, 1, 1, 0, "up to 16 rows per expert, HBM-bound"},
+    {32, 4, 1, 1, 1, 0, "up to 32 rows per expert"},
+    {64, 4, 1, 1, 1, 0, "one pass over the weights matters more than the tile's own rate"},
+    {128, 2, 2, 2, 1, 0, "best BF16 rate: two row blocks share each token fragment"},
+};
+inline constexpr uint32_t kNumFp8Tiles = sizeof(kFp8Tiles) / sizeof(kFp8Tiles[0]);
+inline constexpr uint32_t kNumBf16Tiles = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
+
+JMM_HD constexpr uint32_t num_tiles(Granularity g) {
+  return g == Granularity::k32 ? kNumBf16Tiles : kNumFp8Tiles;
+}
+JMM_HD constexpr TileConfig tile_config(Granularity g, uint32_t index) {
+  TileConfig tile = g == Granularity::k32 ? kBf16Tiles[index] : kFp8Tiles[index];
+  if (g == Granularity::k128 && tile.l1_row_blocks == 2) {
+    tile.l1_row_blocks = 1;  // promoted sums of a second row block do not fit the registers
+    tile.l1_passes *= 2;
+  }
+  return tile;
+}
+
+// The narrowest tile that holds an expert's rows in one block most of the time: rows per expert of a
+// uniform router are about Poisson distributed, and mean + 2.5 sqrt(mean) covers 99 % of experts.
+JMM_HD constexpr uint32_t select_tile(Granularity g, const MoeShape& shape, uint32_t num_rows) {
+  const double mean =
+      double(num_rows) * shape.num_ranks * shape.top_k / double(shape.num_experts);
+  uint32_t index = 0;
+  while (index + 1 < num_tiles(g)) {
+    const double room = tile_config(g, index).block_m - mean;
+    if (room > 0 && room * room >= 6.25 * mean) break;
+    ++index;
+  }
+  return index;
+}
+
+// The shape that sizes a rank's buffer: independent of the tile that a call uses.
+JMM_HD constexpr MoeShape layout_shape(MoeShape shape, Granularity g, uint64_t ring_tokens) {
+  shape.block_m = kMaxBlockM;
+  shape.min_block_m = kMinBlockM;
+  shape.act_bytes = g == Granularity::k32 ? 2 : 1;
+  // A quarter of a balanced call's rows: two to three waves of the schedule. Never less than a block
+  // of every expert, so that small calls need not wait.
+  const uint64_t wanted =
+      ring_tokens != 0 ? ring_tokens
+                       : max_of<uint64_t>(4096 + uint64_t{shape.num_local_experts()} * kMaxBlockM,
+                                          shape.max_slots_per_rank() / 4);
+  shape.ring_blocks = static_cast<uint32_t>(
+      max_of<uint64_t>(1, min_of(ceil_div<uint64_t>(wanted, kMaxBlockM), shape.max_pool_blocks())));
+  return shape;
+}
+// The shape of one call with tile `tile` in a buffer laid out for `layout`.
+JMM_HD constexpr MoeShape call_shape(MoeShape layout, const TileConfig& tile) {
+  const uint64_t ring_rows = layout.ring_rows();
+  layout.block_m = tile.block_m;
+  layout.ring_blocks = static_cast<uint32_t>(ring_rows / tile.block_m);
+  return layout;
+}
+
+}  // namespace jax_megamoe::gpu

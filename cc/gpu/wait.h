@@ -1,0 +1,206 @@
+// wait.h: signals, bounded waits, failure records, and the timeline.
+#pragma once
+
+#include "gpu/plan.h"
+#include "gpu/ptx.h"
+
+namespace jax_megamoe::gpu {
+
+// What every role needs to know.
+struct Cta {
+  const KernelArgs& args;
+  SharedControl* control;
+  uint32_t shared_base;  // of the stages
+  uint64_t epoch;        // calls before this one
+  Role role;
+
+  JMM_DEVICE void* local() const { return args.base[args.rank]; }
+};
+
+// ---- failures ----
+
+// Claims the rank's record; only the first failure is told. Aborting failures make every role leave.
+JMM_DEVICE void record_failure(const Cta& cta, FailureKind kind, uint32_t region, uint64_t index,
+                               uint64_t wanted, uint64_t seen, uint32_t count = 0) {
+  const bool aborts = kind == FailureKind::kTimeout;
+  const uint32_t before =
+      atom_or_acq_rel_gpu(cta.args.abort_flag, kFailed | (aborts ? kAborted : 0));
+  if (before & kFailed) return;
+  volatile FailureRecord* record = cta.args.failure;
+  record->rank = cta.args.rank;
+  record->cta = blockIdx.x;
+  record->sm = sm_id();
+  record->role = static_cast<uint32_t>(cta.role);
+  record->region = region;
+  record->index = index;
+  record->wanted = wanted;
+  record->seen = seen;
+  record->count = count;
+  __threadfence_system();
+  record->kind = static_cast<uint32_t>(kind);
+  __threadfence_system();
+}
+
+JMM_DEVICE bool aborted(const Cta& cta) {
+  return (ld_relaxed_gpu(cta.args.abort_flag) & kAborted) != 0;
+}
+
+// ---- waits ----
+
+// Everything here is inlined: a function call while products are in flight would make the compiler
+// wait for them first, and call frames do not go with setmaxnreg.
+
+// Waits for load() >= wanted. One thread. False: the call is aborted.
+template <class Load>
+JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index,
+                                       uint64_t wanted, const Load& load) {
+  const uint64_t start = globaltimer_ns();
+  for (uint32_t round = 1;; ++round) {
+    const uint64_t seen = load();
+    if (seen >= wanted) return true;
+    if (round % 64 != 0) continue;
+    if (aborted(cta)) return false;
+    if (globaltimer_ns() - start > cta.args.timeout_ns) {
+      record_failure(cta, FailureKind::kTimeout, region, index, wanted, seen);
+      return false;
+    }
+  }
+}
+
+struct LoadGpu32 {
+  const uint32_t* word;
+  JMM_DEVICE uint64_t operator()() const { return ld_acquire_gpu(word); }
+};
+struct LoadGpu64 {
+  const uint64_t* word;
+  JMM_DEVICE uint64_t operator()() const { return ld_acquire_gpu(word); }
+};
+struct LoadSys64 {
+  const uint64_t* word;
+  JMM_DEVICE uint64_t operator()() const { return ld_acquire_sys(word); }
+};
+
+// Waits until element `index` of this rank's region R reaches `wanted`; acquires what its writer
+// released. One thread.
+template <Region R, class Load>
+JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted) {
+  const Load load = {region<R>(cta.local()) + index};
+  if (load() >= wanted) return true;
+  return wait_slow(cta, static_cast<uint32_t>(R), index, wanted, load);
+}
+
+// Waits for a phase of an mbarrier. Any number of threads. After an abort it returns at once, so
+// that loops run to their end on whatever the stages hold. A quarter more time than for counters in
+// memory: those are nearer to the cause. The weight loader reports what timed out here.
+JMM_DEVICE void mbarrier_wait(const Cta& cta, uint32_t bar, uint32_t parity) {
+  mbarrier_wait_parity_bounded(bar, parity, shared_address(&cta.control->failed),
+                               cta.args.timeout_ns + cta.args.timeout_ns / 4);
+}
+// Between roles of one CTA, where the partner is known to answer also after an abort: the weight
+// loader always ends with an item that says so, and the others always take it. False would be a bug
+// of these files; the role leaves. (A trap here would take half of the math registers: with it, the
+// compiler no longer uses what setmaxnreg adds.)
+JMM_DEVICE bool mbarrier_wait_for_role(const Cta& cta, uint32_t bar, uint32_t parity) {
+  mbarrier_wait_parity_bounded(bar, parity, shared_address(&cta.control->role_failed),
+                               2 * cta.args.timeout_ns + 1000000000);
+  return mbarrier_try_wait_parity(bar, parity);
+}
+JMM_DEVICE bool gave_up(const Cta& cta) {
+  return *static_cast<volatile uint32_t*>(&cta.control->failed) != 0;
+}
+JMM_DEVICE void give_up(const Cta& cta) {
+  *static_cast<volatile uint32_t*>(&cta.control->failed) = 1;
+}
+
+// ---- signals ----
+
+// True if the deliberate fault is armed for this signal; it is served once.
+template <Region R>
+JMM_DEVICE bool drop_signal(const Cta& cta) {
+  if (cta.args.fault_region != static_cast<uint32_t>(R)) return false;
+  return atom_add_relaxed_gpu(cta.args.abort_flag + 1, 1) == 0;
+}
+template <Region R>
+JMM_DEVICE void add_release(const Cta& cta, uint64_t index, uint32_t value) {
+  if (!drop_signal<R>(cta)) red_add_release_gpu(region<R>(cta.local()) + index, value);
+}
+template <Region R>
+JMM_DEVICE void add_release_sys(const Cta& cta, uint64_t index, uint64_t value) {
+  if (!drop_signal<R>(cta)) red_add_release_sys(region<R>(cta.local()) + index, value);
+}
+template <Region R>
+JMM_DEVICE void store_release(const Cta& cta, uint32_t peer, uint64_t index, uint64_t value) {
+  if (!drop_signal<R>(cta)) st_release_sys(region<R>(cta.args.base[peer]) + index, value);
+}
+
+// ---- barriers of a call ----
+
+// All CTAs of this rank arrive twice; CTA 0 alone waits, and then tells all ranks. A rank waits for
+// its own word too: it stands for "all CTAs of this rank".
+enum CallBarrier : uint32_t { kRowsListed = 1, kResultsPushed = 2 };
+inline constexpr uint32_t kCallBarriers = 2;
+
+JMM_DEVICE void arrive_call_barrier(const Cta& cta) {
+  add_release_sys<Region::grid_barrier>(cta, 0, 1);
+}
+// One whole warp of CTA 0.
+JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
+  const uint32_t lane = threadIdx.x % 32;
+  const uint64_t arrivals = (cta.epoch * kCallBarriers + nth) * gridDim.x;
+  bool reached = true;
+  if (lane == 0) reached = wait_at_least<Region::grid_barrier, LoadSys64>(cta, 0, arrivals);
+  if (!__shfl_sync(~0u, reached, 0)) return;
+  __syncwarp();  // what lane 0 has seen comes before any lane's signal
+  fence_acq_rel_sys();
+  for (uint32_t peer = lane; peer < kRanks; peer += 32) {
+    store_release<Region::rank_barrier>(cta, peer, cta.args.rank, cta.epoch * kCallBarriers + nth);
+  }
+  __syncwarp();
+}
+// One whole warp.
+JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
+  bool reached = true;
+  for (uint32_t peer = threadIdx.x % 32; peer < kRanks; peer += 32) {
+    reached &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
+                                                              cta.epoch * kCallBarriers + nth);
+  }
+  return __all_sync(~0u, reached);
+}
+
+// ---- timeline ----
+
+// Records one interval of one role; one thread of it. Compiled only with JMM_TRACE.
+class Trace {
+ public:
+  JMM_DEVICE Trace(const Cta& cta, uint32_t lane, TraceName name, bool records,
+                   uint32_t block = 0) {
+#if JMM_TRACE
+    if (!records) return;
+    uint32_t* counts = static_cast<uint32_t*>(cta.args.trace);
+    TraceEvent* events =
+        reinterpret_cast<TraceEvent*>(counts + uint64_t{gridDim.x} * kTraceLanes);
+    const uint32_t row = blockIdx.x * kTraceLanes + lane;
+    const uint32_t index = counts[row];
+    if (index >= kTraceEvents) return;
+    counts[row] = index + 1;
+    event_ = events + uint64_t{row} * kTraceEvents + index;
+    event_->name = static_cast<uint32_t>(name);
+    event_->block = block;
+    event_->begin = globaltimer_ns();
+#endif
+  }
+  JMM_DEVICE ~Trace() {
+#if JMM_TRACE
+    if (event_ != nullptr) event_->end = globaltimer_ns();
+#endif
+  }
+
+ private:
+#if JMM_TRACE
+  TraceEvent* event_ = nullptr;
+#endif
+};
+// Lanes of the timeline: math warpgroups first.
+inline constexpr uint32_t kTraceWeights = 4, kTraceActs = 5, kTracePull = 6;
+
+}  // namespace jax_megamoe::gpu

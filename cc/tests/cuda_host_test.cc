@@ -1,0 +1,344 @@
+// The host side of the GPU back end against a fake driver: launches, failures, recovery.
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/gpu_buffer.h"
+#include "cuda/gpu_ranks.h"
+#include "tests/check.h"
+#include "tests/fake_driver.h"
+
+using namespace jax_megamoe;
+using cuda::GpuBuffer;
+using cuda::GpuRanks;
+using cuda::LaunchOptions;
+using host::CallStatus;
+
+namespace {
+
+constexpr uint32_t kRanks = 3;
+constexpr double kTimeout = 0.2;
+constexpr uint16_t kNan = 0x7FC0;
+MoeShape layout;
+
+#define CHECK_THROWS(expression)      \
+  do {                                \
+    bool thrown = false;              \
+    try {                             \
+      (void)(expression);             \
+    } catch (const std::exception&) { \
+      thrown = true;                  \
+    }                                 \
+    CHECK(thrown);                    \
+  } while (0)
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// A protocol of one barrier: tells all ranks, waits for all ranks, writes a result.
+void barrier_kernel(const gpu::KernelArgs& args) {
+  const WorkspaceLayout regions(layout);
+  std::atomic_ref<uint32_t> abort(args.abort_flag[0]);
+  auto* epoch = regions.ptr<Region::call_epoch>(args.base[args.rank]);
+  const uint64_t wanted = *epoch + 1;
+  const bool lost =
+      args.fault_region == static_cast<uint32_t>(Region::rank_barrier) && args.abort_flag[1]++ == 0;
+  for (uint32_t peer = 0; peer < layout.num_ranks && !lost; ++peer) {
+    std::atomic_ref<uint64_t>(regions.ptr<Region::rank_barrier>(args.base[peer])[args.rank])
+        .fetch_add(1);
+  }
+  const auto report = [&](gpu::FailureKind kind, uint32_t index, uint64_t seen, uint32_t bits) {
+    if (abort.fetch_or(gpu::kFailed | bits) & gpu::kFailed) return;
+    args.failure->rank = args.rank;
+    args.failure->sm = 7;
+    args.failure->role = static_cast<uint32_t>(gpu::Role::kDispatch);
+    args.failure->region = static_cast<uint32_t>(Region::rank_barrier);
+    args.failure->index = index;
+    args.failure->wanted = wanted;
+    args.failure->seen = seen;
+    std::atomic_ref<uint32_t>(args.failure->kind).store(static_cast<uint32_t>(kind));
+  };
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::nanoseconds(args.timeout_ns);
+  for (uint32_t peer = 0; peer < layout.num_ranks; ++peer) {
+    std::atomic_ref<uint64_t> word(regions.ptr<Region::rank_barrier>(args.base[args.rank])[peer]);
+    while (word.load() < wanted && !(abort.load() & gpu::kAborted)) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        report(gpu::FailureKind::kTimeout, peer, word.load(), gpu::kAborted);
+      }
+      std::this_thread::yield();
+    }
+  }
+  if (args.num_tokens != nullptr && *args.num_tokens < 0) {
+    report(gpu::FailureKind::kNumTokens, 0, static_cast<uint32_t>(*args.num_tokens), 0);
+  }
+  const bool failed = abort.load() & gpu::kFailed;
+  for (uint64_t i = 0; i < uint64_t{args.num_rows} * layout.hidden; ++i) {
+    args.y[i] = failed ? kNan : static_cast<uint16_t>(args.rank + 1);
+  }
+  if (!(abort.load() & gpu::kAborted)) ++*epoch;
+}
+
+const cuda::Toolchain kToolchain = {"", "",
+                                    [](const cuda::KernelConfig&) { return std::string("cubin"); }};
+
+void set_operands(GpuRanks& ranks, uint32_t num_rows) {
+  const uint64_t e = layout.num_local_experts(), h = layout.hidden, i = layout.intermediate;
+  const uint64_t chunk = gpu::weight_chunk_bytes(gpu::Granularity::k128);
+  const std::vector<uint8_t> bytes(e * 2 * i * h + h * 64);
+  const auto part = [&](uint64_t size) { return cuda::HostArray{bytes.data(), size}; };
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    ranks.set_weights(rank, part(e * 2 * i * h / (128 * 128) * chunk), part(e * 2 * i),
+                      part(e * i * h / (128 * 128) * chunk), part(e * h));
+    ranks.set_inputs(rank, num_rows, part(num_rows * h * 2), {}, part(num_rows * layout.top_k * 4),
+                     false, part(num_rows * layout.top_k * 4), std::nullopt);
+  }
+}
+
+uint16_t first(const std::string& y) {
+  return static_cast<uint16_t>(static_cast<uint8_t>(y[0]) | static_cast<uint8_t>(y[1]) << 8);
+}
+
+void test_ranks() {
+  GpuRanks ranks(layout, gpu::Granularity::k128, {0, 1, 1}, 0, kToolchain, false);
+  CHECK(ranks.num_ctas(0) == fake::kNumSms && ranks.num_ctas(1) == fake::kNumSms / 2);
+  set_operands(ranks, 4);
+  LaunchOptions options;
+  options.timeout_s = kTimeout;
+  const std::vector<double> times = ranks.launch(options, 3, false);
+  CHECK(times.size() == 3 * kRanks && times[0] == 250);
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    CHECK(first(ranks.y(rank)) == rank + 1);
+    CHECK(ranks.failure(rank).empty());
+  }
+  CHECK(ranks.launch_burst(options, 50) > 0);
+  const std::string epochs = ranks.read(2, static_cast<uint32_t>(Region::call_epoch));
+  CHECK(epochs[0] == 53);
+
+  options.skip_rank = 1;
+  CHECK(std::isnan(ranks.launch(options, 2, false)[1]));
+  CHECK(contains(ranks.failure(0),
+                 "timed out after 0.2 s: rank 0, SM 7, role dispatch waited for "
+                 "rank_barrier[1]"));
+  CHECK(contains(ranks.failure(2), "here rank 1"));
+  CHECK(first(ranks.y(0)) == kNan);
+  options.skip_rank = -1;
+  ranks.poison();
+  ranks.launch(options, 1, false);
+  CHECK(ranks.failure(0).empty() && first(ranks.y(0)) == 1);
+
+  for (int round = 0; round < 2; ++round) {  // a served fault can be armed again
+    options.fault_rank = 2;
+    options.fault_region = static_cast<uint32_t>(Region::rank_barrier);
+    CHECK(ranks.launch(options, 5, false).size() == kRanks);
+    CHECK(contains(ranks.failure(1), "rank_barrier[2]"));
+    options.fault_rank = -1;
+    options.gate = false;
+    CHECK(ranks.launch(options, 2, false).size() == 2 * kRanks);
+    CHECK(ranks.failure(1).empty());
+  }
+}
+
+void test_refusals() {
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1}, 0, kToolchain, false));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 0, 0}, 4, kToolchain, false));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 9}, 0, kToolchain, false));
+  fake::capability_major = 8;
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 2}, 0, kToolchain, false));
+  fake::capability_major = 9;
+  fake::linked = false;
+  try {
+    GpuRanks(layout, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, false);
+    CHECK(false);
+  } catch (const cuda::CudaError& error) {
+    CHECK(contains(error.what(), "no direct link from GPU 0 (fake) to GPU 2 (fake)"));
+  }
+  fake::linked = true;
+  MoeShape large = layout;
+  large.max_tokens = 1 << 20;
+  large = gpu::layout_shape(large, gpu::Granularity::k128, 0);
+  try {
+    GpuRanks(large, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, false);
+    CHECK(false);
+  } catch (const cuda::CudaError& error) {
+    CHECK(error.code == cuda::kErrorOutOfMemory);
+    CHECK(contains(error.what(), "XLA_PYTHON_CLIENT_MEM_FRACTION"));
+  }
+}
+
+// What XLA does: one stream per device, all ranks launch with the same run.
+struct Program {
+  std::shared_ptr<GpuBuffer> buffer;
+  cuda::CUstream streams[kRanks];
+  std::vector<uint16_t> y[kRanks];
+  int32_t num_tokens = 0;
+
+  explicit Program(std::shared_ptr<GpuBuffer> b) : buffer(std::move(b)) {
+    fake::current = reinterpret_cast<cuda::CUcontext>(uintptr_t{1});
+    for (auto& stream : streams) cuda::driver().stream_create(&stream, 0);
+    for (auto& rows : y) rows.resize(layout.hidden);
+  }
+  cuda::LaunchResult launch(uint32_t rank, int64_t run, uint32_t tile = 0) {
+    fake::current = reinterpret_cast<cuda::CUcontext>(uintptr_t{rank} + 1);
+    gpu::KernelArgs args{};
+    args.num_rows = 1;
+    args.y = y[rank].data();
+    args.timeout_ns = static_cast<uint64_t>(kTimeout * 1e9);
+    if (num_tokens != 0) args.num_tokens = &num_tokens;
+    bool captured = false;
+    const auto result = buffer->launch({0, rank}, {run, tile, streams[rank]}, args, &captured);
+    CHECK(captured == (fake::capturing && result.status == CallStatus::kOk));
+    return result;
+  }
+  bool run_all(int64_t run) {
+    bool ok = true;
+    for (uint32_t rank = 0; rank < kRanks; ++rank)
+      ok &= launch(rank, run).status == CallStatus::kOk;
+    wait();
+    return ok;
+  }
+  void wait() {
+    for (auto& stream : streams) fake::as_stream(stream)->wait();
+  }
+  ~Program() {
+    wait();
+    for (auto& stream : streams) cuda::driver().stream_destroy(stream);
+  }
+};
+
+void wait_for_report(const std::atomic<int>& reports, int wanted) {
+  for (int i = 0; i < 1000 && reports < wanted; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  CHECK(reports == wanted);
+}
+
+void test_buffer() {
+  const std::string key = "fake";
+  std::atomic<int> reports{0};
+  cuda::set_failure_listener([&](const std::string& text) {
+    CHECK(contains(text, "rank_barrier[") || contains(text, "num_tokens"));
+    ++reports;
+  });
+  const cuda::KernelWish early(key, 0);  // a program that was compiled before the buffer existed
+  host::register_buffer(std::make_shared<GpuBuffer>(key, layout, gpu::Granularity::k128,
+                                                    std::vector<std::vector<int32_t>>{{0, 1, 2}},
+                                                    kToolchain));
+  const auto buffer = host::find_buffer_of<GpuBuffer>(key);
+  CHECK(buffer != nullptr && host::find_buffer_of<host::CpuBuffer>(key) == nullptr);
+  const int loads = fake::loads;
+  const cuda::KernelWish again(key, 0);
+  CHECK(fake::loads == loads);
+  {
+    Program program(buffer);
+    for (int64_t run = 1; run <= 20; ++run) CHECK(program.run_all(run));
+    CHECK(program.y[2][0] == 3);
+    CHECK(program.launch(0, 20, 1).status == CallStatus::kUnavailable);
+
+    // A rank is late: its program fails, the next one runs.
+    CHECK(program.launch(0, 21).status == CallStatus::kOk);
+    CHECK(program.launch(2, 21).status == CallStatus::kOk);
+    wait_for_report(reports, 1);
+    program.wait();
+    CHECK(program.y[0][0] == kNan);
+    const auto late = program.launch(1, 21);
+    CHECK(late.status == CallStatus::kDeadlineExceeded && contains(late.message, "here rank 1"));
+    CHECK(buffer->take_failures().empty());  // the program has been told
+    CHECK(program.run_all(22) && program.y[0][0] == 1);
+
+    // Nobody launches for the lost rank, and nobody asks: the next program is told, on all ranks.
+    program.launch(0, 23);
+    program.launch(1, 23);
+    wait_for_report(reports, 2);
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      CHECK(program.launch(rank, 24).status == CallStatus::kDeadlineExceeded);
+    }
+    CHECK(program.run_all(25));
+
+    // Somebody asks first.
+    buffer->arm_fault(0, static_cast<uint32_t>(Region::rank_barrier), 1);
+    program.run_all(26);
+    wait_for_report(reports, 3);
+    const auto texts = cuda::take_failures();
+    CHECK(texts.size() == 1 && contains(texts[0], "rank_barrier[1]"));
+    CHECK(contains(texts[0], "Also waiting:"));
+    CHECK(cuda::take_failures().empty());
+    CHECK(program.run_all(27));
+
+    // A refused value does not stop the protocol, and is an argument error.
+    program.num_tokens = -5;
+    program.run_all(28);
+    wait_for_report(reports, 4);
+    const auto refused = program.launch(0, 29);
+    CHECK(refused.status == CallStatus::kInvalidArgument);
+    CHECK(contains(refused.message, "num_tokens: got -5 on rank 0; expected 0..1"));
+    program.num_tokens = 0;
+    CHECK(program.run_all(30));
+
+    // While a graph is captured an armed fault is kept for a launch.
+    buffer->arm_fault(0, static_cast<uint32_t>(Region::rank_barrier), 0);
+    fake::capturing = true;
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      CHECK(program.launch(rank, 31).status == CallStatus::kOk);
+    }
+    fake::capturing = false;
+    program.run_all(32);
+    wait_for_report(reports, 5);
+    CHECK(cuda::take_failures().size() == 1);
+    buffer->poison();
+    const std::string combine = buffer->read(0, 1, static_cast<uint32_t>(Region::combine));
+    CHECK(static_cast<uint8_t>(combine[0]) == 0xFF);
+    CHECK(program.run_all(33));
+
+    // Programs on several threads, one of which loses a signal now and then.
+    for (int64_t run = 100; run < 110; ++run) {
+      if (run % 4 == 0) buffer->arm_fault(0, static_cast<uint32_t>(Region::rank_barrier), 2);
+      std::vector<std::thread> threads;
+      for (uint32_t rank = 0; rank < kRanks; ++rank) {
+        threads.emplace_back([&, rank] {
+          for (int call = 0; call < 5; ++call) program.launch(rank, run);
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      program.wait();
+    }
+    // Whatever was left is reset: two executions may be told of it, then all is well.
+    program.run_all(200);
+    cuda::take_failures();
+    program.run_all(201);
+    CHECK(program.run_all(202) && program.y[1][0] == 2);
+
+    // The process ends while a kernel waits for a rank.
+    program.launch(0, 300);
+    const auto start = std::chrono::steady_clock::now();
+    cuda::shut_down_all();
+    program.wait();
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(150));
+    CHECK(program.launch(1, 300).status == CallStatus::kUnavailable);
+  }
+  host::release_buffer(key);
+}
+
+}  // namespace
+
+int main() {
+  const cuda::Driver api = fake::make_driver();
+  cuda::replace_driver(&api);
+  fake::kernel = barrier_kernel;
+  layout.num_ranks = kRanks;
+  layout.num_experts = 2 * kRanks;
+  layout.top_k = 2;
+  layout.hidden = 256;
+  layout.intermediate = 128;
+  layout.max_tokens = 16;
+  layout = gpu::layout_shape(layout, gpu::Granularity::k128, 0);
+  test_ranks();
+  test_refusals();
+  test_buffer();
+  CHECK(fake::allocated == 0);
+  return 0;
+}
