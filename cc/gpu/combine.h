@@ -28,30 +28,46 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
   const uint16_t* rows = region<Region::combine>(cta.local()) + uint64_t{token} * kHidden;
   constexpr uint64_t kSlotStride = uint64_t{kShape.max_tokens} * kHidden;
   constexpr uint32_t kInFlight = min_of(kTopK, 8u);
-  for (uint32_t column = lane * 8; column < kHidden; column += 256) {
-    float sum[8] = {};
+  constexpr uint32_t kParts = 2;  // 16-byte pieces of a row that a lane has in flight
+  for (uint32_t first_column = lane * 8; first_column < kHidden; first_column += 256 * kParts) {
+    float sum[kParts][8] = {};
 #pragma unroll
     for (uint32_t first = 0; first < kTopK; first += kInFlight) {
-      uint4 v[kInFlight];
+      uint4 v[kParts][kInFlight];
 #pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t k = first + i;
-        if (k < kTopK && (routed >> k) & 1) v[i] = ld_global_v4(rows + k * kSlotStride + column);
+      for (uint32_t part = 0; part < kParts; ++part) {
+        const uint32_t column = first_column + part * 256;
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t k = first + i;
+          if (column < kHidden && k < kTopK && (routed >> k) & 1) {
+            v[part][i] = ld_global_v4(rows + k * kSlotStride + column);
+          }
+        }
       }
 #pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t k = first + i;
-        if (k >= kTopK || !((routed >> k) & 1)) continue;
-        const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+      for (uint32_t part = 0; part < kParts; ++part) {
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          sum[2 * j] += bits_float(words[j] << 16);
-          sum[2 * j + 1] += bits_float(words[j] & 0xFFFF0000u);
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t k = first + i;
+          if (k >= kTopK || !((routed >> k) & 1)) continue;
+          const uint32_t words[4] = {v[part][i].x, v[part][i].y, v[part][i].z, v[part][i].w};
+#pragma unroll
+          for (uint32_t j = 0; j < 4; ++j) {
+            sum[part][2 * j] += bits_float(words[j] << 16);
+            sum[part][2 * j + 1] += bits_float(words[j] & 0xFFFF0000u);
+          }
         }
       }
     }
-    *reinterpret_cast<uint4*>(y + column) = {cvt_bf16x2(sum[0], sum[1]), cvt_bf16x2(sum[2], sum[3]),
-                                             cvt_bf16x2(sum[4], sum[5]), cvt_bf16x2(sum[6], sum[7])};
+#pragma unroll
+    for (uint32_t part = 0; part < kParts; ++part) {
+      const uint32_t column = first_column + part * 256;
+      if (column >= kHidden) continue;
+      const float* s = sum[part];
+      *reinterpret_cast<uint4*>(y + column) = {cvt_bf16x2(s[0], s[1]), cvt_bf16x2(s[2], s[3]),
+                                               cvt_bf16x2(s[4], s[5]), cvt_bf16x2(s[6], s[7])};
+    }
   }
 }
 
@@ -72,6 +88,10 @@ JMM_DEVICE void clear_counters(const Cta& cta) {
     region<Region::l1_empty>(local)[i] = 0;
     region<Region::l2_arrival>(local)[i] = 0;
     region<Region::l2_empty>(local)[i] = 0;
+  }
+  for (uint32_t e = blockIdx.x * kMathThreads + threadIdx.x; e < kShape.num_experts;
+       e += gridDim.x * kMathThreads) {
+    region<Region::expert_send_count>(local)[e] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *region<Region::next_item>(local) = 0;

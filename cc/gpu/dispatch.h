@@ -34,15 +34,15 @@ JMM_DEVICE uint32_t prefix_sum(uint32_t* start, const Value& value) {
 JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
   SharedControl& control = *cta.control;
   const uint64_t call = cta.epoch + 1;
-  bool reached = true;
-  for (uint32_t i = thread; i < kRanks * kLocalExperts && reached; i += 128) {
-    reached = wait_at_least<Region::expert_recv_count, LoadSys64>(cta, i, published_count(call, 0));
-    if (reached) {
+  bool arrived = true;
+  for (uint32_t i = thread; i < kRanks * kLocalExperts && arrived; i += 128) {
+    arrived = wait_at_least<Region::expert_recv_count, LoadSys64>(cta, i, published_count(call, 0));
+    if (arrived) {
       const uint64_t word = ld_acquire_sys(region<Region::expert_recv_count>(cta.local()) + i);
       control.recv_count[i / kLocalExperts][i % kLocalExperts] = count_rows(word);
     }
   }
-  if (!reached) give_up(cta);
+  if (!arrived) give_up(cta);
   named_barrier_sync(kBarrierProducers, 128);
   if (gave_up(cta)) return false;
   const uint32_t warp = thread / 32;

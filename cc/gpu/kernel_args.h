@@ -52,7 +52,9 @@ inline constexpr uint32_t kTraceLanes = 8;     // math warpgroups 0..3, loaders,
 inline constexpr uint32_t kTraceEvents = 512;  // per lane; later ones are dropped
 // trace is [num_ctas][kTraceLanes] counters (uint32), then [num_ctas][kTraceLanes][kTraceEvents].
 
-// Word 0 of abort_flag holds these bits; word 1 counts deliberate faults that were served.
+// Words of abort_flag. Word 0 holds the bits below; word 1 counts deliberate faults that were served;
+// the others collect what CTAs find out about expert ids, the first such slot as its complement.
+inline constexpr uint32_t kServedFaults = 1, kOutOfRangeCount = 2, kOutOfRangeFirst = 3;
 inline constexpr uint32_t kFailed = 1;   // a record was written: y becomes NaN, the protocol goes on
 inline constexpr uint32_t kAborted = 2;  // a wait timed out: every role leaves
 inline constexpr uint32_t kAbortWords = 16;

@@ -215,30 +215,35 @@ JMM_DEVICE void multiply_unpromoted(Consumer& math, float (&acc)[P::kRowBlocks][
 // Sums of 128 of K are scaled by their token's scale and added up in FP32. One row block.
 //
 // A tile of N columns is computed in parts, so that partial sums fit the registers. All four groups
-// of a stage are widened at once; the next stage is widened while the last part's products run.
+// of a stage are widened at once. With few parts the next stage is widened into a second buffer
+// while the last part's products run. With many there are no registers for that: the words are
+// loaded meanwhile and widened afterwards, when the other warpgroup has the tensor cores.
 template <class P, uint32_t N, uint32_t Part>
 struct PromotedLoop {
   static_assert(P::kRowBlocks == 1 && N % Part == 0);
   static constexpr uint32_t kParts = N / Part;
+  static constexpr uint32_t kBuffers = N > 192 ? 1 : 2;
 
   Consumer& math;
   float (&acc)[1][N / 2];
   const uint32_t table;
-  uint32_t fragment[2][4][4];
+  uint32_t fragment[kBuffers][4][4];
   float partial[Part / 2];
   PackedFragment packed;
 
-  template <uint32_t Buffer>
-  JMM_DEVICE void load_and_widen() {
+  JMM_DEVICE void load() {
     math.wait_full();
     load_fragment<1>(math, math.at.index, 0, packed);
+  }
+  template <uint32_t Buffer>
+  JMM_DEVICE void widen() {
 #pragma unroll
     for (uint32_t group = 0; group < 4; ++group) {
       widen_e4m3(packed, group, table, fragment[Buffer][group]);
     }
   }
-  // One stage with the fragments of `Buffer`.
-  template <uint32_t Buffer>
+  // One stage with the fragments of `Buffer`; the next stage's end up in `Next`.
+  template <uint32_t Buffer, uint32_t Next>
   JMM_DEVICE void stage_step(bool more) {
     const uint32_t stage = math.at.index;
     const uint64_t tokens = tile_descriptor(math.acts(stage));
@@ -253,12 +258,15 @@ struct PromotedLoop {
                          tokens + part * (Part * 8) + group * 2, group > 0);
       }
       wgmma_commit();
-      uint2 scale[Part / 8];
+      if (part + 1 == kParts && more) {
+        load();
+        if constexpr (kBuffers == 2) widen<Next>();
+      }
+      uint2 scale[Part / 8];  // read late: the registers are needed until here
 #pragma unroll
       for (uint32_t c = 0; c < Part / 8; ++c) {
         scale[c] = ld_shared_v2(scales + (part * (Part / 8) + c) * 32);
       }
-      if (part + 1 == kParts && more) load_and_widen<Buffer ^ 1>();
       wgmma_wait<0>();
       pin(partial);
 #pragma unroll
@@ -272,17 +280,24 @@ struct PromotedLoop {
       }
     }
     math.release(stage);
+    if (kBuffers == 1 && more) widen<Next>();
   }
   JMM_DEVICE void run() {
 #pragma unroll
     for (uint32_t i = 0; i < N / 2; ++i) acc[0][i] = 0.0f;
-    load_and_widen<0>();
-    uint32_t k = 0;
-    for (; k + 2 <= kKBlocks<P>; k += 2) {
-      stage_step<0>(true);
-      stage_step<1>(k + 2 < kKBlocks<P>);
+    load();
+    widen<0>();
+    if constexpr (kBuffers == 1) {
+#pragma unroll 1
+      for (uint32_t k = 1; k <= kKBlocks<P>; ++k) stage_step<0, 0>(k < kKBlocks<P>);
+    } else {
+      uint32_t k = 0;
+      for (; k + 2 <= kKBlocks<P>; k += 2) {
+        stage_step<0, 1>(true);
+        stage_step<1, 0>(k + 2 < kKBlocks<P>);
+      }
+      if (k < kKBlocks<P>) stage_step<0, 1>(false);
     }
-    if (k < kKBlocks<P>) stage_step<0>(false);
   }
 };
 
@@ -294,8 +309,12 @@ struct Columns {
 template <class Fn>
 JMM_DEVICE void with_columns(uint32_t valid, const Fn& fn) {
   // Only where a second function pays for itself: below, weights are what takes the time.
-  if constexpr (kBlockM >= 128 && !kBf16) {
-    if (valid <= kBlockM / 2) return fn(Columns<kBlockM / 2>{});
+  if constexpr (kBlockM == 256) {
+    if (valid <= 128) return fn(Columns<128>{});
+    if (valid <= 192) return fn(Columns<192>{});
+  } else if constexpr (kBlockM == 128 && !kBf16) {
+    if (valid <= 64) return fn(Columns<64>{});
+    if (valid <= 96) return fn(Columns<96>{});
   }
   fn(Columns<kBlockM>{});
 }
@@ -316,7 +335,8 @@ JMM_DEVICE uint32_t num_columns(uint32_t valid) {
 template <class P, uint32_t N>
 JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   if constexpr (P::kPromote) {
-    constexpr uint32_t kPart = kTile.part_columns == 0 ? N : min_of(kTile.part_columns, N);
+    constexpr uint32_t kWanted = kTile.part_columns == 0 ? N : min_of(kTile.part_columns, N);
+    constexpr uint32_t kPart = N % kWanted == 0 ? kWanted : 32;
     PromotedLoop<P, N, kPart>{math, acc, shared_address(math.cta.control->widen_table)}.run();
   } else {
     multiply_unpromoted<P, N>(math, acc);

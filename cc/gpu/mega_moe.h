@@ -29,23 +29,13 @@ JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
   fence_mbarrier_init();
 }
 
-// All threads: this rank's input is in the workspace, its routes are with the owners of the experts.
-JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
+JMM_DEVICE void check_rank(const Cta& cta) {
   const KernelArgs& args = cta.args;
-  if (blockIdx.x == 0) {
-    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-    if (threadIdx.x == 0 && args.ep_rank != nullptr &&
-        *args.ep_rank != static_cast<int32_t>(args.rank)) {
-      record_failure(cta, FailureKind::kRankMismatch, 0, 0, args.rank,
-                     static_cast<uint64_t>(int64_t{*args.ep_rank}));
-    }
-    list_routes(cta, tokens, shared);
-  }
-  Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
-  stage_input(cta, tokens);
-  fence_proxy_async_shared();  // the stages' memory was used for the route table
-  __syncthreads();
-  if (threadIdx.x == 0) arrive_call_barrier(cta);
+  if (blockIdx.x != 0 || threadIdx.x != 0 || args.ep_rank == nullptr) return;
+  const int32_t given = *args.ep_rank;
+  if (given == static_cast<int32_t>(args.rank)) return;
+  record_failure(cta, FailureKind::kRankMismatch, 0, 0, args.rank,
+                 static_cast<uint64_t>(int64_t{given}));
 }
 
 JMM_DEVICE void producers(Cta& cta) {
@@ -131,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
   initialise(args, *control);
   __syncthreads();
   Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
+  check_rank(cta);
   const uint32_t tokens = valid_tokens(cta);
   prologue(cta, tokens, shared);
   if (threadIdx.x >= kMathThreads) {

@@ -130,9 +130,8 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
   }
 }
 
-// CTA 0 lists routes meanwhile, unless it is alone.
-JMM_DEVICE void stage_input(const Cta& cta, uint32_t tokens) {
-  const uint32_t skipped = gridDim.x > 1 ? 1 : 0;
+// The first `skipped` CTAs have something else to do.
+JMM_DEVICE void stage_input(const Cta& cta, uint32_t tokens, uint32_t skipped) {
   if (blockIdx.x < skipped) return;
   const uint32_t workers = gridDim.x - skipped;
   const uint32_t first = blockIdx.x - skipped + (threadIdx.x / 32) * workers;
@@ -148,45 +147,46 @@ JMM_DEVICE int64_t given_expert(const KernelArgs& args, uint64_t slot) {
                                 : static_cast<const int32_t*>(args.topk_idx)[slot];
 }
 
-// Counts of this rank's slots per expert, and next free place in each owner's list. They use the
-// shared memory of the stages, which are empty yet.
+// Slots per expert that this CTA counts, and next free places in the owners' lists. The table uses
+// the shared memory of the stages, which are empty yet.
 struct RouteTable {
   uint32_t count[kShape.num_experts];
   uint32_t next[kShape.num_experts];
   uint32_t out_of_range;
-  unsigned long long first_out_of_range;
+  uint32_t first_out_of_range;
 };
 static_assert(sizeof(RouteTable) <= kControlOffset);
+inline constexpr uint32_t kRouteBatch = 8;  // loads of a thread in flight
 
-// All threads of CTA 0. At each owner this rank's rows stand packed, local expert after local
-// expert; within an expert in the order in which threads get there: no result depends on it.
-JMM_DEVICE void list_routes(const Cta& cta, uint32_t tokens, void* shared) {
-  RouteTable& table = *static_cast<RouteTable*>(shared);
+// Up to so many slots one CTA counts and lists them all: it needs no barrier in between.
+inline constexpr uint32_t kSlotsOfOneCta = 1024;
+
+// All functions below: all threads of a CTA, slots [begin, end).
+
+// Counts slots per expert; copies expert ids and weights into the workspace.
+JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end) {
   const KernelArgs& args = cta.args;
-  const uint32_t thread = threadIdx.x;
-  for (uint32_t e = thread; e < kShape.num_experts; e += kThreads) table.count[e] = 0;
-  if (thread == 0) {
+  for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.count[e] = 0;
+  if (threadIdx.x == 0) {
     table.out_of_range = 0;
-    table.first_out_of_range = ~0ull;
+    table.first_out_of_range = ~0u;
   }
   __syncthreads();
-  const uint32_t num_slots = tokens * kTopK;
   int32_t* staged_idx = region<Region::topk_idx>(cta.local());
   float* staged_weights = region<Region::topk_weights>(cta.local());
-  constexpr uint32_t kBatch = 8;  // loads in flight: this is one CTA, and memory is far away
-  for (uint32_t first = thread; first < num_slots; first += kThreads * kBatch) {
-    int64_t experts[kBatch];
-    float weights[kBatch];
+  for (uint32_t first = begin + threadIdx.x; first < end; first += kThreads * kRouteBatch) {
+    int64_t experts[kRouteBatch];
+    float weights[kRouteBatch];
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) {
+    for (uint32_t i = 0; i < kRouteBatch; ++i) {
       const uint32_t slot = first + i * kThreads;
-      experts[i] = slot < num_slots ? given_expert(args, slot) : -1;
-      weights[i] = slot < num_slots ? args.topk_weights[slot] : 0.0f;
+      experts[i] = slot < end ? given_expert(args, slot) : -1;
+      weights[i] = slot < end ? args.topk_weights[slot] : 0.0f;
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) {
+    for (uint32_t i = 0; i < kRouteBatch; ++i) {
       const uint32_t slot = first + i * kThreads;
-      if (slot >= num_slots) break;
+      if (slot >= end) break;
       const bool inside = experts[i] >= 0 && experts[i] < int64_t{kShape.num_experts};
       if (inside) {
         atomicAdd(&table.count[experts[i]], 1);
@@ -199,52 +199,152 @@ JMM_DEVICE void list_routes(const Cta& cta, uint32_t tokens, void* shared) {
     }
   }
   __syncthreads();
-  // Counts go out first: weight loaders of all ranks wait for them.
-  for (uint32_t e = thread; e < kShape.num_experts; e += kThreads) {
+}
+
+// Publishes this rank's counts. Weight loaders of all ranks wait for them.
+template <class Count>
+JMM_DEVICE void publish_counts(const Cta& cta, const Count& count) {
+  for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
     const uint32_t owner = e / kLocalExperts, local_expert = e % kLocalExperts;
     store_release<Region::expert_recv_count>(
-        cta, owner, uint64_t{args.rank} * kLocalExperts + local_expert,
-        published_count(cta.epoch + 1, table.count[e]));
+        cta, owner, uint64_t{cta.args.rank} * kLocalExperts + local_expert,
+        published_count(cta.epoch + 1, count(e)));
   }
-  // Prefix sums of each owner's experts, a warp for an owner.
-  for (uint32_t owner = thread / 32; owner < kRanks; owner += kThreads / 32) {
+}
+
+// At each owner this rank's rows stand packed, local expert after local expert: adds each expert's
+// start to table.next. count(e): of the whole rank. A warp for an owner.
+template <class Count>
+JMM_DEVICE void add_list_starts(RouteTable& table, const Count& count) {
+  const uint32_t lane = threadIdx.x % 32;
+  for (uint32_t owner = threadIdx.x / 32; owner < kRanks; owner += kThreads / 32) {
     uint32_t before = 0;
     for (uint32_t first = 0; first < kLocalExperts; first += 32) {
-      const uint32_t e = first + thread % 32;
-      const uint32_t count = e < kLocalExperts ? table.count[owner * kLocalExperts + e] : 0;
-      uint32_t sum = count;
+      const uint32_t e = first + lane;
+      const uint32_t own = e < kLocalExperts ? count(owner * kLocalExperts + e) : 0;
+      uint32_t sum = own;
 #pragma unroll
       for (uint32_t distance = 1; distance < 32; distance *= 2) {
         const uint32_t other = __shfl_up_sync(~0u, sum, distance);
-        if (thread % 32 >= distance) sum += other;
+        if (lane >= distance) sum += other;
       }
-      if (e < kLocalExperts) table.next[owner * kLocalExperts + e] = before + sum - count;
+      if (e < kLocalExperts) table.next[owner * kLocalExperts + e] += before + sum - own;
       before += __shfl_sync(~0u, sum, 31);
     }
   }
   __syncthreads();
-  for (uint32_t first = thread; first < num_slots; first += kThreads * kBatch) {
-    int32_t experts[kBatch];  // written by this thread
+}
+
+// Writes slots into the owners' lists; within an expert in the order in which threads get there: no
+// result depends on it.
+JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end) {
+  const int32_t* staged_idx = region<Region::topk_idx>(cta.local());
+  for (uint32_t first = begin + threadIdx.x; first < end; first += kThreads * kRouteBatch) {
+    int32_t experts[kRouteBatch];  // written by this thread
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) {
+    for (uint32_t i = 0; i < kRouteBatch; ++i) {
       const uint32_t slot = first + i * kThreads;
-      experts[i] = slot < num_slots ? staged_idx[slot] : -1;
+      experts[i] = slot < end ? staged_idx[slot] : -1;
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) {
+    for (uint32_t i = 0; i < kRouteBatch; ++i) {
       if (experts[i] < 0) continue;
       const uint32_t place = atomicAdd(&table.next[experts[i]], 1);
-      region<Region::src_token_topk_idx>(args.base[experts[i] / kLocalExperts])
-          [args.rank * kShape.max_slots_per_rank() + place] = first + i * kThreads;
+      region<Region::src_token_topk_idx>(cta.args.base[experts[i] / kLocalExperts])
+          [cta.args.rank * kShape.max_slots_per_rank() + place] = first + i * kThreads;
     }
   }
-  if (thread == 0) {
-    args.status[kStatusOutOfRange] = static_cast<int32_t>(table.out_of_range);
-    if (args.checked && table.out_of_range != 0) {
-      const uint64_t slot = table.first_out_of_range;
-      record_failure(cta, FailureKind::kOutOfRange, 0, slot, 0,
-                     static_cast<uint64_t>(given_expert(args, slot)), table.out_of_range);
+}
+
+JMM_DEVICE void report_out_of_range(const Cta& cta, uint32_t count, uint32_t first_slot) {
+  cta.args.status[kStatusOutOfRange] = static_cast<int32_t>(count);
+  if (!cta.args.checked || count == 0) return;
+  record_failure(cta, FailureKind::kOutOfRange, 0, first_slot, 0,
+                 static_cast<uint64_t>(given_expert(cta.args, first_slot)), count);
+}
+
+// ---- both ----
+
+// Few slots: CTA 0 routes, the others quantise.
+JMM_DEVICE void prologue_of_small_call(const Cta& cta, uint32_t tokens, RouteTable& table) {
+  const uint32_t num_slots = tokens * kTopK;
+  if (blockIdx.x == 0) {
+    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+    count_slots(cta, table, 0, num_slots);
+    const auto count = [&](uint32_t e) { return table.count[e]; };
+    publish_counts(cta, count);
+    for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.next[e] = 0;
+    __syncthreads();
+    add_list_starts(table, count);
+    list_slots(cta, table, 0, num_slots);
+    if (threadIdx.x == 0) report_out_of_range(cta, table.out_of_range, table.first_out_of_range);
+  }
+  Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
+  stage_input(cta, tokens, gridDim.x > 1 ? 1 : 0);
+  fence_proxy_async_shared();  // the stages' memory was used for the table
+  __syncthreads();
+  if (threadIdx.x == 0) arrive_call_barrier(cta, 2);
+}
+
+// Many slots: every CTA routes its share. Places are reserved by atomic adds; quantising hides the
+// barrier that has to come before the lists.
+JMM_DEVICE void prologue_of_large_call(const Cta& cta, uint32_t tokens, RouteTable& table) {
+  const uint32_t num_slots = tokens * kTopK, share = ceil_div(num_slots, gridDim.x);
+  const uint32_t begin = min_of(num_slots, blockIdx.x * share);
+  const uint32_t end = min_of(num_slots, begin + share);
+  unsigned long long* totals =
+      reinterpret_cast<unsigned long long*>(region<Region::expert_send_count>(cta.local()));
+  {
+    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+    count_slots(cta, table, begin, end);
+    for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
+      const uint32_t count = table.count[e];
+      table.next[e] = count == 0 ? 0 : static_cast<uint32_t>(atomicAdd(&totals[e], count));
     }
+    if (threadIdx.x == 0 && table.out_of_range != 0) {
+      atomicAdd(cta.args.abort_flag + kOutOfRangeCount, table.out_of_range);
+      atomicMax(cta.args.abort_flag + kOutOfRangeFirst, ~table.first_out_of_range);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) arrive_call_barrier(cta);
+  }
+  {
+    Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
+    stage_input(cta, tokens, 0);
+    if (threadIdx.x == 0 && !wait_grid(cta, kSlotsCounted)) give_up(cta);
+    __syncthreads();
+  }
+  Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+  // After an abort nothing below can be waited for; counts that are too low do no harm.
+  for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
+    table.count[e] = static_cast<uint32_t>(ld_acquire_gpu(region<Region::expert_send_count>(
+        cta.local()) + e));
+  }
+  __syncthreads();
+  const auto count = [&](uint32_t e) { return table.count[e]; };
+  if (blockIdx.x == 0) {
+    publish_counts(cta, count);
+    if (threadIdx.x == 0) {
+      volatile uint32_t* flags = cta.args.abort_flag;
+      report_out_of_range(cta, flags[kOutOfRangeCount], ~flags[kOutOfRangeFirst]);
+      flags[kOutOfRangeCount] = 0;
+      flags[kOutOfRangeFirst] = 0;
+    }
+  }
+  add_list_starts(table, count);
+  if (!gave_up(cta)) list_slots(cta, table, begin, end);
+  fence_proxy_async_shared();  // the stages' memory was used for the table
+  __syncthreads();
+  if (threadIdx.x == 0) arrive_call_barrier(cta);
+}
+
+// This rank's input is in the workspace, its routes are with the owners of the experts.
+JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
+  RouteTable& table = *static_cast<RouteTable*>(shared);
+  if (tokens * kTopK <= kSlotsOfOneCta || gridDim.x == 1) {
+    prologue_of_small_call(cta, tokens, table);
+  } else {
+    prologue_of_large_call(cta, tokens, table);
   }
 }
 

@@ -80,6 +80,9 @@ class SwigluItem {
   static constexpr uint32_t kBlocks = Phase1::kRowBlocks;
   static constexpr uint32_t kPairs = N / 2;
   static constexpr uint32_t kPacks = N / 8;
+  static constexpr uint32_t kPaddedPacks =
+      kPacks <= 8 ? kPacks : (kPacks <= 16 ? 16 : 32);  // halved three times
+  static_assert(N <= 64 ? kPacks * 8 == N && (kPacks & (kPacks - 1)) == 0 : N % 32 == 0);
   // Values of this thread: [block][2 * c + t].
   using Values = float[kBlocks][N / 4];
 
@@ -162,10 +165,9 @@ class SwigluItem {
 
   // This warp's largest exponents of row blocks [begin, end) into amax_part.
   JMM_DEVICE void reduce_exponents(const Values& values, uint32_t begin, uint32_t end) const {
-    uint32_t pack[kPacks];
+    uint32_t pack[kPaddedPacks] = {};
 #pragma unroll
     for (uint32_t c = 0; c < kPacks; ++c) {
-      pack[c] = 0;
 #pragma unroll
       for (uint32_t b = 0; b < kBlocks; ++b) {
         if (b < begin || b >= end) continue;
@@ -175,7 +177,7 @@ class SwigluItem {
     const uint32_t first = reduce_over_rows(pack, math_.lane);
     uint32_t* part = cta_.control->amax_part[thread_ / 32];
 #pragma unroll
-    for (uint32_t i = 0; i < max_of(kPacks / 8, kPacks < 8 ? kPacks : 1u); ++i) {
+    for (uint32_t i = 0; i < (kPaddedPacks < 8 ? kPaddedPacks : kPaddedPacks / 8); ++i) {
       part[(first + i) * 4 + math_.lane % 4] = pack[i];
     }
   }
@@ -202,10 +204,12 @@ class SwigluItem {
     reduce_exponents(values, 0, kBlocks);
     named_barrier_sync(kBarrierMath, kMathThreads);
     if (thread_ < kPairs) running = max_s16x2(running, max_of_warps(thread_, 0, kMathWarps));
-    if (pass + 1 < Phase1::kPasses) {
-      stash(values);
-      named_barrier_sync(kBarrierMath, kMathThreads);  // amax_part may be overwritten
-      return;
+    if constexpr (Phase1::kPasses == 2) {
+      if (pass == 0) {
+        stash(values);
+        named_barrier_sync(kBarrierMath, kMathThreads);  // amax_part may be overwritten
+        return;
+      }
     }
     if (thread_ < kPairs) {
       float2* scales = reinterpret_cast<float2*>(region<Region::l2_acts_sf>(cta_.local()) +

@@ -39,6 +39,12 @@ JMM_DEVICE void record_failure(const Cta& cta, FailureKind kind, uint32_t region
   __threadfence_system();
   record->kind = static_cast<uint32_t>(kind);
   __threadfence_system();
+  if (!aborts) return;
+  // The host looks for records every few milliseconds. It should see this one before the kernel's
+  // end lets the program go on.
+  const uint64_t start = globaltimer_ns();
+  while (globaltimer_ns() - start < 50000000) {
+  }
 }
 
 JMM_DEVICE bool aborted(const Cta& cta) {
@@ -50,14 +56,14 @@ JMM_DEVICE bool aborted(const Cta& cta) {
 // Everything here is inlined: a function call while products are in flight would make the compiler
 // wait for them first, and call frames do not go with setmaxnreg.
 
-// Waits for load() >= wanted. One thread. False: the call is aborted.
+// Waits until load() has reached `wanted`. One thread. False: the call is aborted.
 template <class Load>
 JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index,
                                        uint64_t wanted, const Load& load) {
   const uint64_t start = globaltimer_ns();
   for (uint32_t round = 1;; ++round) {
     const uint64_t seen = load();
-    if (seen >= wanted) return true;
+    if (reached(seen, wanted)) return true;
     if (round % 64 != 0) continue;
     if (aborted(cta)) return false;
     if (globaltimer_ns() - start > cta.args.timeout_ns) {
@@ -85,7 +91,7 @@ struct LoadSys64 {
 template <Region R, class Load>
 JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted) {
   const Load load = {region<R>(cta.local()) + index};
-  if (load() >= wanted) return true;
+  if (reached(load(), wanted)) return true;
   return wait_slow(cta, static_cast<uint32_t>(R), index, wanted, load);
 }
 
@@ -118,7 +124,7 @@ JMM_DEVICE void give_up(const Cta& cta) {
 template <Region R>
 JMM_DEVICE bool drop_signal(const Cta& cta) {
   if (cta.args.fault_region != static_cast<uint32_t>(R)) return false;
-  return atom_add_relaxed_gpu(cta.args.abort_flag + 1, 1) == 0;
+  return atom_add_relaxed_gpu(cta.args.abort_flag + kServedFaults, 1) == 0;
 }
 template <Region R>
 JMM_DEVICE void add_release(const Cta& cta, uint64_t index, uint32_t value) {
@@ -135,21 +141,26 @@ JMM_DEVICE void store_release(const Cta& cta, uint32_t peer, uint64_t index, uin
 
 // ---- barriers of a call ----
 
-// All CTAs of this rank arrive twice; CTA 0 alone waits, and then tells all ranks. A rank waits for
-// its own word too: it stands for "all CTAs of this rank".
-enum CallBarrier : uint32_t { kRowsListed = 1, kResultsPushed = 2 };
-inline constexpr uint32_t kCallBarriers = 2;
+// All CTAs of this rank arrive at each. For kSlotsCounted everyone waits; at the others CTA 0 alone
+// waits, and then tells all ranks. A rank waits for its own word too: it stands for "all CTAs of this
+// rank".
+enum CallBarrier : uint32_t { kSlotsCounted = 1, kRowsListed = 2, kResultsPushed = 3 };
+inline constexpr uint32_t kCallBarriers = 3;
 
-JMM_DEVICE void arrive_call_barrier(const Cta& cta) {
-  add_release_sys<Region::grid_barrier>(cta, 0, 1);
+JMM_DEVICE void arrive_call_barrier(const Cta& cta, uint32_t barriers = 1) {
+  add_release_sys<Region::grid_barrier>(cta, 0, barriers);
+}
+// One thread.
+JMM_DEVICE bool wait_grid(const Cta& cta, CallBarrier nth) {
+  return wait_at_least<Region::grid_barrier, LoadSys64>(
+      cta, 0, (cta.epoch * kCallBarriers + nth) * gridDim.x);
 }
 // One whole warp of CTA 0.
 JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
   const uint32_t lane = threadIdx.x % 32;
-  const uint64_t arrivals = (cta.epoch * kCallBarriers + nth) * gridDim.x;
-  bool reached = true;
-  if (lane == 0) reached = wait_at_least<Region::grid_barrier, LoadSys64>(cta, 0, arrivals);
-  if (!__shfl_sync(~0u, reached, 0)) return;
+  bool arrived = true;
+  if (lane == 0) arrived = wait_grid(cta, nth);
+  if (!__shfl_sync(~0u, arrived, 0)) return;
   __syncwarp();  // what lane 0 has seen comes before any lane's signal
   fence_acq_rel_sys();
   for (uint32_t peer = lane; peer < kRanks; peer += 32) {
@@ -159,12 +170,12 @@ JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
 }
 // One whole warp.
 JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
-  bool reached = true;
+  bool arrived = true;
   for (uint32_t peer = threadIdx.x % 32; peer < kRanks; peer += 32) {
-    reached &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
+    arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
                                                               cta.epoch * kCallBarriers + nth);
   }
-  return __all_sync(~0u, reached);
+  return __all_sync(~0u, arrived);
 }
 
 // ---- timeline ----
