@@ -17,6 +17,10 @@ its floor is the same, since it is a property of the layer and not of the kernel
 
 from __future__ import annotations
 
+import concurrent.futures
+import ctypes
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +28,12 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe._ffi import native
+from jax_megamoe._headers import include_dir
+from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import check
 from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.symmetric import granularity_number
+from jax_megamoe.symmetric import granularity_number, moe_shape
 from jax_megamoe.weights import GPU_CHUNK, ExpertWeights
 
 HBM_BYTES_PER_S = 4.6e12
@@ -77,7 +83,9 @@ class Operands(NamedTuple):
     topk_weights: np.ndarray
 
 
-def random_weights(config: MegaMoEConfig, num_ranks: int, rng: np.random.Generator) -> Any:
+def random_weights(
+    config: MegaMoEConfig, num_ranks: int, rng: np.random.Generator
+) -> ExpertWeights:
     """E/R experts of random codes in the GPU layout; scales of a row within 2^3 of each other.
 
     For timing: every byte of the layout is a valid one, and nobody has to quantise gigabytes. Gate
@@ -89,25 +97,29 @@ def random_weights(config: MegaMoEConfig, num_ranks: int, rng: np.random.Generat
     local = config.local_experts(num_ranks)
     hidden, intermediate = config.padded_hidden, config.padded_intermediate
 
-    def chunks(rows: int, columns: int) -> np.ndarray:
+    def chunks(rows: int, columns: int) -> Any:
         shape = (local, rows // GPU_CHUNK, columns // GPU_CHUNK, chunk_bytes)
         array = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
         scales = array[..., code_bytes:]
         array[..., code_bytes:] = 253 - (scales & 3) if bf16 else scales & 0x33
         return array
 
-    def base(rows: int, columns: int) -> np.ndarray:
-        # Codes have a root mean square of 2.9, their groups 0.6 of the row's scale.
-        byte = 127 - round(np.log2(1.75 * columns**0.5))
+    def base(rows: int, columns: int) -> Any:
+        # Root mean squares: 2.93 of the codes, 0.576 of their groups' scales.
+        byte = 127 - round(np.log2(1.69 * columns**0.5))
         return np.full((local, rows), byte, np.uint8)
 
-    arrays: Any = (
-        chunks(2 * intermediate, hidden),
-        base(2 * intermediate, hidden),
-        chunks(hidden, intermediate),
-        base(hidden, intermediate),
+    return ExpertWeights(
+        w13=chunks(2 * intermediate, hidden),
+        w13_sf=base(2 * intermediate, hidden),
+        w2=chunks(hidden, intermediate),
+        w2_sf=base(hidden, intermediate),
+        layout="sm90_bf16" if bf16 else "sm90_fp8",
     )
-    return ExpertWeights(*arrays, "sm90_bf16" if bf16 else "sm90_fp8")
+
+
+def _zipf(num_experts: int, rng: np.random.Generator) -> np.ndarray:
+    return 1.0 / (1 + rng.permutation(num_experts))
 
 
 def random_operands(
@@ -116,11 +128,13 @@ def random_operands(
     num_tokens: int,
     rng: np.random.Generator,
     routing: str = "uniform",
+    popularity: np.ndarray | None = None,
 ) -> Operands:
     """Unit Gaussian tokens and one of `ROUTINGS`.
 
     "uniform": distinct experts, all equally likely. "zipf": distinct experts, the i-th most popular
-    with a weight of 1/i, popularity in random order. "none": every slot is -1.
+    with a weight of 1/i, in random order or, if given, of this popularity [E]. "none": every slot
+    is -1.
     """
     check(
         routing in ROUTINGS,
@@ -135,9 +149,10 @@ def random_operands(
     if routing == "none":
         idx = np.full((*shape, top_k), -1, np.int32)
     else:
-        popularity = np.ones(num_experts)
-        if routing == "zipf":
-            popularity = 1.0 / (1 + rng.permutation(num_experts))
+        if routing == "uniform":
+            popularity = np.ones(num_experts)
+        elif popularity is None:
+            popularity = _zipf(num_experts, rng)
         # Sorting log(popularity) + Gumbel noise draws without replacement.
         keys = np.log(popularity) + rng.gumbel(size=(*shape, num_experts))
         idx = np.argpartition(-keys, top_k - 1, axis=-1)[..., :top_k].astype(np.int32)
@@ -203,6 +218,31 @@ def traffic(config: MegaMoEConfig, topk_idx: np.ndarray) -> Traffic:
     )
 
 
+def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]]) -> None:
+    """Compiles kernels, (config, number of ranks, tile) each, into the cache.
+
+    In several processes: a kernel takes seconds, and the native module compiles one at a time.
+    Without a cache (JAX_MEGAMOE_CACHE_DIR empty) this does nothing.
+
+    Raises:
+      RuntimeError: one of them does not compile.
+    """
+    if os.environ.get("JAX_MEGAMOE_CACHE_DIR") == "" or not kernels:
+        return
+    jobs = []
+    for config, num_ranks, tile in kernels:
+        shape, number = moe_shape(config, num_ranks, "sm_90a"), granularity_number(config)
+        jobs.append(list(native.gpu_kernel_options(shape, number, tile)))
+    workers = min(len(jobs), 16, os.cpu_count() or 1)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        list(pool.map(_compile, jobs))
+
+
+def _compile(options: list[str]) -> None:
+    native.compile_kernel(str(include_dir()), options, nvrtc_path())
+
+
 class Fused:
     """The fused layer's kernels on `devices`, with random weights, ready to be timed."""
 
@@ -237,7 +277,7 @@ class Fused:
         Returns:
           A dict: tile, tokens_per_rank, rows (of the busiest rank), experts_touched (on it),
           fused_us (median over calls of the slowest rank), fused_us_all, floor_us, of_floor
-          (floor over time, 0 to 1), tflops, hbm_gb_s (weights that were touched, per GPU), link_gb_s
+          (floor over time, 0 to 1), tflops, hbm_gb_s (weights of the experts touched), link_gb_s
           (into the rank with the most), finite.
         """
         self.set_operands(operands)
@@ -272,8 +312,9 @@ def same_busiest_rank(
     under uniform routing: T * K. With one rank that is the same number of tokens."""
     wanted = num_tokens * config.top_k
     tokens = num_tokens
+    popularity = _zipf(config.num_experts, rng)
     for _ in range(4):
-        operands = random_operands(config, num_ranks, tokens, rng, "zipf")
+        operands = random_operands(config, num_ranks, tokens, rng, "zipf", popularity)
         rows = int(traffic(config, operands.topk_idx).rows.max())
         if num_ranks == 1 or abs(rows - wanted) <= config.top_k:
             break
@@ -342,7 +383,7 @@ class Unfused:
             len(devices) == self.num_ranks,
             "GPUs of JAX",
             got=len(devices),
-            want=self.num_ranks,
+            want=f"{self.num_ranks}, one for each rank",
             remedy="look at CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
         )
         self.mesh = jax.make_mesh(
@@ -363,13 +404,10 @@ class Unfused:
 
     def variants(self) -> list[tuple[str, str]]:
         """(transport, gemm) of those worth measuring here."""
-        import jax
-
         from jax_megamoe import unfused
 
         # Which product is the fastest depends on the device, and on what is installed.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            _, gemm = unfused.choose("auto", "auto", config=self.config)
+        _, gemm = unfused.choose("auto", "auto", config=self.config)
         transports = ("all_to_all", "all_gather") if self.num_ranks > 1 else ("all_to_all",)
         return [(transport, gemm) for transport in transports]
 
@@ -420,15 +458,28 @@ def relative_difference(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def num_gpus() -> int:
-    """GPUs that the driver shows to this process; 0 without a driver. Does not start JAX."""
-    import ctypes
+def gpu_names() -> list[str]:
+    """Names of the GPUs that the driver shows to this process. Does not start JAX.
 
+    Returns:
+      One name for each ordinal; nothing without a driver.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return []
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return []
+    names = []
+    for ordinal in range(count.value):
+        device, name = ctypes.c_int(0), ctypes.create_string_buffer(256)
+        driver.cuDeviceGet(ctypes.byref(device), ordinal)
+        driver.cuDeviceGetName(name, len(name), device)
+        names.append(name.value.decode(errors="replace"))
+    return names
+
+
+def num_gpus() -> int:
+    """GPUs that the driver shows to this process. Does not start JAX."""
+    return len(gpu_names())

@@ -5,11 +5,8 @@ the interface of `gpu_harness.GpuRanks` and fills the regions from the formulas,
 of a kernel's workspace runs, and can be made to fail, on a machine without a GPU.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
-import os
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,6 @@ import pytest
 import jax_megamoe as jmm
 from jax_megamoe import quantize
 from jax_megamoe._ffi import native
-from jax_megamoe._headers import include_dir
-from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.gpu_harness import GpuRanks, Outputs
 from jax_megamoe.symmetric import granularity_number, moe_shape, region_array
 
@@ -77,27 +72,6 @@ def check(case, ranks, num_tokens=None):
     """The error rule of docs/numerics.md."""
     with on_cpu():
         case.check(all_y(ranks), num_tokens)
-
-
-# Compiling ahead: a kernel takes seconds, and the native module compiles one at a time ------------
-
-
-def compile_ahead(kernels):
-    """Compiles kernels, (config, num_ranks, tile) each, into the cache, in several processes."""
-    if os.environ.get("JAX_MEGAMOE_CACHE_DIR") == "":
-        return
-    jobs = []
-    for config, num_ranks, tile in kernels:
-        shape, number = moe_shape(config, num_ranks, "sm_90a"), granularity_number(config)
-        jobs.append(list(native.gpu_kernel_options(shape, number, tile)))
-    workers = min(len(jobs), 8, os.cpu_count() or 1)
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        list(pool.map(_compile, jobs))
-
-
-def _compile(options):
-    native.compile_kernel(str(include_dir()), options, nvrtc_path())
 
 
 # The ring's layout --------------------------------------------------------------------------------
@@ -245,7 +219,7 @@ class SimulatedRanks:
         self.config, self.num_ranks = config, len(devices)
         self.shape = moe_shape(config, self.num_ranks, "sm_90a")
         self._granularity = granularity_number(config)
-        self._inputs = [None] * self.num_ranks
+        self._inputs, self._dense = [None] * self.num_ranks, []
         self._rng = np.random.default_rng(0)
         self.damage = {}
         self.poison()
@@ -253,6 +227,15 @@ class SimulatedRanks:
     def set_all_weights(self, weights):
         with on_cpu():
             self._dense = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
+
+    def set_weights(self, rank, weights):
+        with on_cpu():
+            own = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
+        local = self.config.num_experts // self.num_ranks
+        if not self._dense:
+            self._dense = [np.zeros((local * self.num_ranks, *w.shape[1:]), w.dtype) for w in own]
+        for all_, part in zip(self._dense, own, strict=True):
+            all_[rank * local : (rank + 1) * local] = part
 
     def set_inputs(self, rank, x, topk_idx, topk_weights, *, num_tokens=None):
         self._inputs[rank] = (x, np.asarray(topk_idx), np.asarray(topk_weights), num_tokens)

@@ -16,7 +16,7 @@ from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.cli import bench, build_parser, compile, demo, info, main
 from jax_megamoe.config import MegaMoEConfig, swiglu
 
-COMMANDS = ("demo", "info", "bench", "compile")
+COMMANDS = ("demo", "info", "bench", "timeline", "compile")
 SMALL = ("--devices", "2", "--hidden", "256", "--intermediate", "128", "--experts", "8")
 SMALL += ("--top-k", "2")
 
@@ -73,6 +73,8 @@ def test_help_shows_an_example_that_parses(command, capsys):
         (("compile", "--arch", "sm_90a", "--hidden", "100"), "hidden: got 100"),
         (("bench", "--tokens", "8,0"), "--tokens: got [8, 0]"),
         (("bench", "--repeats", "0"), "--repeats: got 0"),
+        (("bench", "--backend", "cpu", "--granularity", "32,row"), "expected one value"),
+        (("bench", "--backend", "cpu", "--hidden", "100"), "hidden: got 100"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, words, capsys):
@@ -89,7 +91,10 @@ def test_wrong_arguments_leave_no_trace_in_a_process():
     assert "Traceback" not in result.stderr and result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("bench", "--tokens", "many")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("nonsense",), ("bench", "--tokens", "many"), ("bench", "--granularity", "64")],
+)
 def test_unknown_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
@@ -363,7 +368,8 @@ def _running_mesh(num_devices):
 
 def test_bench(tmp_path):
     path = tmp_path / "bench.json"
-    result = start("bench", *SMALL, "--tokens", "4,8", "--repeats", "2", "--json", str(path))
+    options = ("--backend", "cpu", "--tokens", "4,8", "--repeats", "2", "--json", str(path))
+    result = start("bench", *SMALL, *options)
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads(path.read_text())
     assert content["schema"] == 1 and content["benchmark"] == "layer"
@@ -390,12 +396,24 @@ def test_bench_fails_when_the_results_differ(monkeypatch, capsys):
     row = {"tokens_per_rank": 4, "relative_difference": float("nan")}
     row |= dict.fromkeys(("fused_ms", "unfused_ms", "ratio", "fused_tflops", "unfused_tflops"), 1.0)
     monkeypatch.setattr(bench, "measure", lambda *_: ([row], "cpu"))
-    assert main(["bench", *SMALL]) == 1
+    assert main(["bench", "--backend", "cpu", *SMALL]) == 1
     assert "FAIL: 4 tokens per rank" in capsys.readouterr().out
+
+
+def test_bench_takes_a_model_and_a_granularity(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(bench, "measure", lambda *a: seen.append(a) or ([], "cpu"))
+    command = ["bench", "--backend", "cpu", "--granularity", "row"]
+    assert main([*command, "--model", "flash", "--devices", "4", "--hidden", "512"]) == 0
+    assert main([*command, "--experts", "16"]) == 0
+    configs = [(a[0].num_experts, a[0].top_k, a[0].hidden, a[0].intermediate) for a in seen]
+    assert configs == [(128, 6, 512, 2048), (16, 6, 1024, 512)]
+    assert [a[1] for a in seen] == [4, 8] and seen[0][0].activation_granularity == "row"
+    assert [a[3] for a in seen] == [3, 3]
 
 
 def test_plot_is_a_png(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    rows = [{"tokens_per_rank": n, "fused_ms": n / 2, "unfused_ms": n} for n in (8, 32, 128)]
-    bench._plot(tmp_path / "times.png", rows, "title")
+    curves = {"fused": [4.0, 16.0, 64.0], "unfused": [8.0, 32.0, 128.0]}
+    bench._plot(tmp_path / "times.png", [8, 32, 128], curves, "ms per call", "title")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")

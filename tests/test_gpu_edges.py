@@ -18,7 +18,6 @@ from gpu_case import (
     CONFIG,
     all_y,
     check,
-    compile_ahead,
     load,
     load_inputs,
     num_tiles,
@@ -27,6 +26,7 @@ from gpu_case import (
 )
 from jax_megamoe.config import GRANULARITIES
 from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.gpu_measure import compile_ahead
 from moe_case import Case
 
 # Two ranks, as tests/test_gpu_harness.py has them for every tile.

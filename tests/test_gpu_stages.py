@@ -11,7 +11,6 @@ from gpu_case import (
     BACKENDS,
     SimulatedRanks,
     Workspace,
-    compile_ahead,
     load,
     num_tiles,
     on_cpu,
@@ -22,6 +21,8 @@ from gpu_case import (
 from jax_megamoe import quantize, reference
 from jax_megamoe._ffi import native
 from jax_megamoe.config import GRANULARITIES
+from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.gpu_measure import compile_ahead
 from jax_megamoe.symmetric import granularity_number
 from moe_case import Case
 
@@ -350,8 +351,6 @@ def compiled_tiles():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_every_stage_of_every_tile(compiled_tiles, granularity):
     """Popular experts fill blocks of any tile, others leave most of theirs empty."""
-    from jax_megamoe.gpu_harness import GpuRanks
-
     want = expected(granularity, TILE_RANKS, TILE_TOKENS, "zipf")
     for tile in range(num_tiles(want.case.config)):
         ranks, _ = run(GpuRanks, want, tile)

@@ -16,8 +16,12 @@ JMM_DEVICE void fill_with_nan(const Cta& cta) {
   }
 }
 
-// y of one token by one warp: the FP32 sum of its routed rows in slot order, rounded once.
-JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
+inline constexpr uint32_t kCombineColumns = 512;  // of a step of one warp
+
+// Columns [begin, end) of y of one token by one warp: the FP32 sum of its routed rows in slot order,
+// rounded once.
+JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32_t begin,
+                              uint32_t end) {
   const uint32_t lane = threadIdx.x % 32;
   uint16_t* y = cta.args.y + uint64_t{token} * kHidden;
   uint32_t routed = 0;
@@ -28,8 +32,9 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
   const uint16_t* rows = region<Region::combine>(cta.local()) + uint64_t{token} * kHidden;
   constexpr uint64_t kSlotStride = uint64_t{kShape.max_tokens} * kHidden;
   constexpr uint32_t kInFlight = min_of(kTopK, 8u);
-  constexpr uint32_t kParts = 2;  // 16-byte pieces of a row that a lane has in flight
-  for (uint32_t first_column = lane * 8; first_column < kHidden; first_column += 256 * kParts) {
+  constexpr uint32_t kParts = kCombineColumns / 256;  // 16 bytes of a row each, in flight together
+  for (uint32_t first_column = begin + lane * 8; first_column < end;
+       first_column += kCombineColumns) {
     float sum[kParts][8] = {};
 #pragma unroll
     for (uint32_t first = 0; first < kTopK; first += kInFlight) {
@@ -40,7 +45,7 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
           const uint32_t k = first + i;
-          if (column < kHidden && k < kTopK && (routed >> k) & 1) {
+          if (column < end && k < kTopK && (routed >> k) & 1) {
             v[part][i] = ld_global_v4(rows + k * kSlotStride + column);
           }
         }
@@ -63,7 +68,7 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
       const uint32_t column = first_column + part * 256;
-      if (column >= kHidden) continue;
+      if (column >= end) continue;
       const float* s = sum[part];
       *reinterpret_cast<uint4*>(y + column) = {cvt_bf16x2(s[0], s[1]), cvt_bf16x2(s[2], s[3]),
                                                cvt_bf16x2(s[4], s[5]), cvt_bf16x2(s[6], s[7])};
@@ -71,10 +76,16 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid) {
   }
 }
 
+// All math warps of the rank. Of few tokens each is cut into pieces, so that no warp walks a row alone.
 JMM_DEVICE void combine(const Cta& cta, uint32_t tokens) {
-  for (uint32_t token = blockIdx.x + (threadIdx.x / 32) * gridDim.x; token < cta.args.num_rows;
-       token += kMathWarps * gridDim.x) {
-    combine_token(cta, token, token < tokens);
+  const uint32_t num_rows = cta.args.num_rows, num_warps = kMathWarps * gridDim.x;
+  const uint32_t pieces = num_rows < num_warps ? ceil_div(kHidden, kCombineColumns) : 1;
+  for (uint32_t i = blockIdx.x + (threadIdx.x / 32) * gridDim.x; i < num_rows * pieces;
+       i += num_warps) {
+    const uint32_t token = i / pieces, piece = i % pieces;
+    const uint32_t begin = piece * kCombineColumns;
+    const uint32_t end = pieces == 1 ? kHidden : min_of(begin + kCombineColumns, kHidden);
+    combine_token(cta, token, token < tokens, begin, end);
   }
 }
 

@@ -50,13 +50,15 @@ class Linear2Item {
                           math_.warp * 16 + math_.lane / 4;
     const float scale[2] = {ue8m0_to_float(base[0]) * kUnit, ue8m0_to_float(base[8]) * kUnit};
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
+    const uint32_t units =
+        shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
     const uint64_t* header =
         reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
     const auto place = [&](uint32_t token, uint32_t chunk) {
       return staging + token * 128 + (chunk ^ (token % 8)) * 16;
     };
 #pragma unroll
-    for (uint32_t slab = 0; slab < N / kSlab; ++slab) {
+    for (uint32_t slab = 0; slab < ceil_div(N, kSlab); ++slab) {
       sync_warpgroup();
 #pragma unroll
       for (uint32_t i = 0; i < kSlab / 8; i += 2) {
@@ -66,8 +68,10 @@ class Linear2Item {
         for (uint32_t m = 0; m < 4; ++m) {
           const uint32_t c = slab * (kSlab / 8) + i + m / 2, high = m % 2;
           if (4 * c >= N / 2) continue;
-          v[m] = cvt_bf16x2(acc[4 * c + 2 * high] * scale[high],
-                            acc[4 * c + 2 * high + 1] * scale[high]);
+          uint2 unit = {0x3F800000u, 0x3F800000u};
+          if constexpr (!kBf16) unit = ld_shared_v2(units + c * 32);
+          v[m] = cvt_bf16x2(acc[4 * c + 2 * high] * scale[high] * bits_float(unit.x),
+                            acc[4 * c + 2 * high + 1] * scale[high] * bits_float(unit.y));
         }
         const uint32_t matrix = math_.lane / 8;
         if constexpr (kSlab >= 16) {

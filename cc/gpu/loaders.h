@@ -29,9 +29,11 @@ JMM_DEVICE uint32_t valid_passes(uint32_t item) {
 
 // ---- weights and items ----
 
-template <class P>
+// Calls almost_done() a few stages before the last.
+template <class P, class AlmostDone>
 JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
-                             const uint8_t* weights) {
+                             const uint8_t* weights, const AlmostDone& almost_done) {
+  constexpr uint32_t kEarly = min_of(3u, kKBlocks<P>);
   constexpr uint32_t kChunks = P::kRows / kWeightChunkRows;
   for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
     const uint32_t tile = item.n * P::kPasses + pass;
@@ -42,6 +44,7 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
     for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
       mbarrier_wait(cta, empty_barrier(cta, at.index), at.parity ^ 1);
       if (gave_up(cta)) return;
+      if (k + kEarly == kKBlocks<P> && pass + 1 == valid_passes<P>(item.n)) almost_done();
       const uint32_t full = full_barrier(cta, at.index);
       const uint32_t stage =
           cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
@@ -52,6 +55,26 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
       }
       at.advance();
     }
+  }
+}
+
+// Before counts are known: if every expert is likely to get rows, item b of the list is tile
+// b % items of expert b / items, and the first stages' weights can be on their way to the L2 while
+// rows are being dispatched. One thread.
+JMM_DEVICE void prefetch_first_weights(const Cta& cta, uint32_t tokens) {
+  constexpr uint32_t kRowsThatMakeItLikely = 3;  // e^-3: one expert in twenty is without
+  if (uint64_t{tokens} * kTopK * kRanks < uint64_t{kRowsThatMakeItLikely} * kShape.num_experts) {
+    return;
+  }
+  constexpr uint32_t kChunks = Phase1::kRows / kWeightChunkRows;
+  constexpr uint32_t kChunksOfItem = kTileChunks<Phase1> * Phase1::kPasses;
+  constexpr uint32_t kDepth = min_of(kStages, kKBlocks<Phase1>);
+  const uint32_t expert = blockIdx.x / kItems<Phase1>, n = blockIdx.x % kItems<Phase1>;
+  if (expert >= kLocalExperts) return;
+#pragma unroll
+  for (uint32_t i = 0; i < kTileChunks<Phase1>; ++i) {
+    const uint64_t chunk = uint64_t{expert} * kChunks + n * kChunksOfItem + i;
+    bulk_prefetch_l2(cta.args.w13 + chunk * kKBlocks<Phase1> * kChunkBytes, kDepth * kChunkBytes);
   }
 }
 
@@ -82,13 +105,15 @@ JMM_DEVICE void weight_role(const Cta& cta) {
       const Item item = {static_cast<uint32_t>(block.phase), block.expert, block.n_block,
                          block.pool_block, block.valid_m, ring.slot, ring.lap, 0};
       pass_on(cta, index, item);
-      number = atom_add_relaxed_gpu(counter, 1);  // its latency hides behind this item's stages
+      // Not earlier than its latency takes: at the end of a call, an item that waits behind another
+      // is one that a free CTA could have done.
+      const auto take_next = [&] { number = atom_add_relaxed_gpu(counter, 1); };
       Trace trace(cta, kTraceWeights, item.phase == 0 ? TraceName::kLinear1 : TraceName::kLinear2,
                   true, item.pool_block);
       if (item.phase == 0) {
-        load_weights<Phase1>(cta, item, at, cta.args.w13);
+        load_weights<Phase1>(cta, item, at, cta.args.w13, take_next);
       } else {
-        load_weights<Phase2>(cta, item, at, cta.args.w2);
+        load_weights<Phase2>(cta, item, at, cta.args.w2, take_next);
       }
       if (gave_up(cta)) {
         ++index;
@@ -108,30 +133,79 @@ JMM_DEVICE void weight_role(const Cta& cta) {
 
 // ---- activations ----
 
+// Unit of a token's sums along K: sums of stage k are in units of its scale. When the next scale is
+// more than 2^100 below the unit, the unit only moves by that much: the sums cannot overflow (they
+// stay below 2^26 in units of a scale they met), and what is added then is below 2^-70 of them.
+struct TokenUnit {
+  int32_t exponent;  // biased, of FP32
+
+  // Moves on to a stage with scale `bits` (FP32, a power of two); returns the ratio's FP32 bits.
+  JMM_DEVICE uint32_t advance(uint32_t bits) {
+    const int32_t scale = static_cast<int32_t>(bits >> 23);
+    const int32_t change = min_of(exponent - scale, 100);
+    exponent -= change;
+    return change < -126 ? 0 : static_cast<uint32_t>(change + 127) << 23;
+  }
+  JMM_DEVICE float value() const { return bits_float(static_cast<uint32_t>(exponent) << 23); }
+};
+
+// Fills the stages of one item with tokens and, where scales change along K, with the ratios of
+// consecutive scales. One warp; its writes are visible with the stage.
 template <class P>
-JMM_DEVICE void load_acts(const Cta& cta, const Item& item, StageCursor& at, const uint8_t* acts,
-                          const uint8_t* scales) {
-  const uint32_t columns = num_columns(item.valid_m);
+JMM_DEVICE void load_acts(const Cta& cta, const Item& item, uint32_t slot, StageCursor& at,
+                          const uint8_t* acts, const uint8_t* scales) {
   constexpr uint32_t kTilesPerStage = kBf16 ? 2 : 1;
+  constexpr uint32_t kPerLane = ceil_div(kBlockM, 32u);
+  const uint32_t lane = threadIdx.x % 32;
+  const uint32_t columns = num_columns(item.valid_m);
   const uint32_t bytes = columns * 128;
   const uint8_t* block = acts + item.slot * kRingBlockBytes<P>;
-  const uint8_t* block_scales = scales + item.slot * kRingScaleBytes<P>;
+  const uint32_t* block_scales =
+      reinterpret_cast<const uint32_t*>(scales + item.slot * kRingScaleBytes<P>);
   for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
+    TokenUnit unit[kPerLane];
+    uint32_t next[kPerLane];  // scales of the next stage, on their way
+    const auto fetch = [&](uint32_t k) {
+#pragma unroll
+      for (uint32_t i = 0; i < kPerLane; ++i) {
+        const uint32_t token = lane + 32 * i;
+        next[i] = token < item.valid_m ? __ldcg(block_scales + k * kBlockM + token) : 0x3F800000u;
+      }
+    };
+    if constexpr (P::kRescale) {
+      fetch(0);
+#pragma unroll
+      for (uint32_t i = 0; i < kPerLane; ++i) unit[i] = {static_cast<int32_t>(next[i] >> 23)};
+    }
     for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
       mbarrier_wait(cta, empty_barrier(cta, at.index), at.parity ^ 1);
-      if (gave_up(cta)) return;
-      const uint32_t full = full_barrier(cta, at.index);
-      const uint32_t stage = cta.shared_base + at.index * kActStageBytes;
-      const uint32_t scale_bytes = P::kPromote ? columns * 4 : 0;
-      mbarrier_arrive_expect_tx(full, kTilesPerStage * bytes + scale_bytes);
+      if constexpr (P::kRescale) {
+        const uint32_t ratios =
+            cta.shared_base + kScaleStagesOffset + at.index * kScaleStageBytes + lane * 4;
 #pragma unroll
-      for (uint32_t tile = 0; tile < kTilesPerStage; ++tile) {
-        bulk_load(stage + tile * (kBlockM * 128),
-                  block + (uint64_t{k} * kTilesPerStage + tile) * (kBlockM * 128), bytes, full);
+        for (uint32_t i = 0; i < kPerLane; ++i) {
+          if (lane + 32 * i < kBlockM) st_shared_u32(ratios + i * 128, unit[i].advance(next[i]));
+        }
+        if (k + 1 < kKBlocks<P>) {
+          fetch(k + 1);
+        } else {
+#pragma unroll
+          for (uint32_t i = 0; i < kPerLane; ++i) {
+            const uint32_t token = lane + 32 * i;
+            if (token < kBlockM) cta.control->token_unit[slot][token] = unit[i].value();
+          }
+        }
       }
-      if constexpr (P::kPromote) {
-        bulk_load(cta.shared_base + kScaleStagesOffset + at.index * kScaleStageBytes,
-                  block_scales + uint64_t{k} * (kBlockM * 4), scale_bytes, full);
+      __syncwarp();
+      if (lane == 0 && !gave_up(cta)) {
+        const uint32_t full = full_barrier(cta, at.index);
+        const uint32_t stage = cta.shared_base + at.index * kActStageBytes;
+        mbarrier_arrive_expect_tx(full, kTilesPerStage * bytes);
+#pragma unroll
+        for (uint32_t tile = 0; tile < kTilesPerStage; ++tile) {
+          bulk_load(stage + tile * (kBlockM * 128),
+                    block + (uint64_t{k} * kTilesPerStage + tile) * (kBlockM * 128), bytes, full);
+        }
       }
       at.advance();
     }
@@ -152,7 +226,8 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
         const uint32_t row = item.slot * kBlockM + token;
         entry.x = float_bits(region<Region::l1_topk_weights>(local)[row]);
         if constexpr (kGranularity == Granularity::kRow) {
-          entry.y = reinterpret_cast<const uint32_t*>(region<Region::l1_acts_sf>(local))[row];
+          cta.control->token_unit[slot][token] =
+              reinterpret_cast<const float*>(region<Region::l1_acts_sf>(local))[row];
         }
       }
       header[token] = entry;
@@ -212,15 +287,14 @@ JMM_DEVICE void act_role(const Cta& cta) {
     // After an abort only the items are taken, up to the last one.
     if (lane == 0 && !gave_up(cta) && !wait_for_rows(cta, item)) give_up(cta);
     __syncwarp();
-    if (!gave_up(cta)) load_header(cta, item, slot);
-    __syncwarp();
-    if (lane == 0 && !gave_up(cta)) {
+    if (!__any_sync(~0u, gave_up(cta))) {
       fence_proxy_async_global();  // rows were written by ordinary stores
+      load_header(cta, item, slot);
       if (item.phase == 0) {
-        load_acts<Phase1>(cta, item, at, region<Region::l1_acts>(local),
+        load_acts<Phase1>(cta, item, slot, at, region<Region::l1_acts>(local),
                           region<Region::l1_acts_sf>(local));
       } else {
-        load_acts<Phase2>(cta, item, at, region<Region::l2_acts>(local),
+        load_acts<Phase2>(cta, item, slot, at, region<Region::l2_acts>(local),
                           region<Region::l2_acts_sf>(local));
       }
     }

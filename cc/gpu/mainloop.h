@@ -136,14 +136,36 @@ JMM_DEVICE void widen_bf16(const PackedFragment& packed, uint32_t group, uint32_
   }
 }
 
-// ---- loops ----
+// ---- the loop ----
 
-// Sums of all of K stay in the tensor core's accumulators.
-//
+// Brings the sums to the unit of the next stage: one power of two a token, exact.
+template <uint32_t N, uint32_t kBlocks>
+JMM_DEVICE void rescale(uint32_t ratios, uint32_t lane, float (&acc)[kBlocks][N / 2]) {
+#pragma unroll
+  for (uint32_t c = 0; c < N / 8; ++c) {
+    const uint2 ratio = ld_shared_v2(ratios + c * 32 + (lane % 4) * 8);
+    const float low = bits_float(ratio.x), high = bits_float(ratio.y);
+#pragma unroll
+    for (uint32_t b = 0; b < kBlocks; ++b) {
+      acc[b][4 * c] *= low;
+      acc[b][4 * c + 1] *= high;
+      acc[b][4 * c + 2] *= low;
+      acc[b][4 * c + 3] *= high;
+    }
+  }
+}
+
 // While a group's products run, the next group is widened into the other fragment buffer. A stage
 // is given back one step late, when the products that read it are known to be done.
+//
+// Where a token's scale changes every 128 of K, the sums stay in the tensor core's accumulators as
+// well, in the unit of the stage at hand: before a stage they are multiplied by the ratio of two
+// scales, which the activation loader has put beside the tokens. Two warpgroups take turns, so that
+// one multiplies matrices while the other rescales: left alone, they do both at the same time.
+// Separate partial sums, added up with FFMA, need registers that wide tiles do not have and were a
+// third slower (docs/performance.md).
 template <class P, uint32_t N>
-JMM_DEVICE void multiply_unpromoted(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
+JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   constexpr uint32_t kBlocks = P::kRowBlocks, kHalves = kBf16 ? 2 : 1;
   const uint32_t table = shared_address(math.cta.control->widen_table);
   uint32_t fragment[2][kBlocks][kHalves][4];
@@ -170,11 +192,22 @@ JMM_DEVICE void multiply_unpromoted(Consumer& math, float (&acc)[P::kRowBlocks][
   math.wait_full();
   load(math.at.index);
   widen(0);
+  constexpr bool kTurns = P::kRescale && kTile.math_warpgroups == 2;
+  const uint32_t own_turn = kBarrierTurn + math.warpgroup, next_turn = 2 * kBarrierTurn + 1 - own_turn;
+  if (kTurns && math.warpgroup == 1) named_barrier_arrive(next_turn, 256);  // the first begins
   uint32_t previous = kStages;  // none
   for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
     const uint32_t stage = math.at.index;
     const uint64_t tokens = tile_descriptor(math.acts(stage));
     math.at.advance();
+    if constexpr (P::kRescale) {
+      wgmma_wait<0>();
+      if (previous != kStages) math.release(previous);
+#pragma unroll
+      for (uint32_t b = 0; b < kBlocks; ++b) pin(acc[b]);
+      rescale<N>(math.scales(stage), math.lane, acc);  // of the first stage: by one
+      if constexpr (kTurns) named_barrier_sync(own_turn, 256);
+    }
 #pragma unroll
     for (uint32_t group = 0; group < 4; ++group) {
       wgmma_fence();
@@ -195,9 +228,13 @@ JMM_DEVICE void multiply_unpromoted(Consumer& math, float (&acc)[P::kRowBlocks][
       wgmma_commit();
       if (group < 3) {
         wgmma_wait<1>();
-        if (group == 0 && previous != kStages) math.release(previous);
+        if (!P::kRescale && group == 0 && previous != kStages) math.release(previous);
         widen(group + 1);
-      } else if (k + 1 < kKBlocks<P>) {
+      } else {
+        if (kTurns && (math.warpgroup == 0 || k + 1 < kKBlocks<P>)) {
+          named_barrier_arrive(next_turn, 256);
+        }
+        if (k + 1 == kKBlocks<P>) break;
         math.wait_full();
         load(math.at.index);
         wgmma_wait<1>();
@@ -212,95 +249,6 @@ JMM_DEVICE void multiply_unpromoted(Consumer& math, float (&acc)[P::kRowBlocks][
   for (uint32_t b = 0; b < kBlocks; ++b) pin(acc[b]);
 }
 
-// Sums of 128 of K are scaled by their token's scale and added up in FP32. One row block.
-//
-// A tile of N columns is computed in parts, so that partial sums fit the registers. All four groups
-// of a stage are widened at once. With few parts the next stage is widened into a second buffer
-// while the last part's products run. With many there are no registers for that: the words are
-// loaded meanwhile and widened afterwards, when the other warpgroup has the tensor cores.
-template <class P, uint32_t N, uint32_t Part>
-struct PromotedLoop {
-  static_assert(P::kRowBlocks == 1 && N % Part == 0);
-  static constexpr uint32_t kParts = N / Part;
-  static constexpr uint32_t kBuffers = N > 192 ? 1 : 2;
-
-  Consumer& math;
-  float (&acc)[1][N / 2];
-  const uint32_t table;
-  uint32_t fragment[kBuffers][4][4];
-  float partial[Part / 2];
-  PackedFragment packed;
-
-  JMM_DEVICE void load() {
-    math.wait_full();
-    load_fragment<1>(math, math.at.index, 0, packed);
-  }
-  template <uint32_t Buffer>
-  JMM_DEVICE void widen() {
-#pragma unroll
-    for (uint32_t group = 0; group < 4; ++group) {
-      widen_e4m3(packed, group, table, fragment[Buffer][group]);
-    }
-  }
-  // One stage with the fragments of `Buffer`; the next stage's end up in `Next`.
-  template <uint32_t Buffer, uint32_t Next>
-  JMM_DEVICE void stage_step(bool more) {
-    const uint32_t stage = math.at.index;
-    const uint64_t tokens = tile_descriptor(math.acts(stage));
-    const uint32_t scales = math.scales(stage) + (math.lane % 4) * 8;
-    math.at.advance();
-#pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
-      wgmma_fence();
-#pragma unroll
-      for (uint32_t group = 0; group < 4; ++group) {
-        wgmma_e4m3<Part>(partial, fragment[Buffer][group],
-                         tokens + part * (Part * 8) + group * 2, group > 0);
-      }
-      wgmma_commit();
-      if (part + 1 == kParts && more) {
-        load();
-        if constexpr (kBuffers == 2) widen<Next>();
-      }
-      uint2 scale[Part / 8];  // read late: the registers are needed until here
-#pragma unroll
-      for (uint32_t c = 0; c < Part / 8; ++c) {
-        scale[c] = ld_shared_v2(scales + (part * (Part / 8) + c) * 32);
-      }
-      wgmma_wait<0>();
-      pin(partial);
-#pragma unroll
-      for (uint32_t c = 0; c < Part / 8; ++c) {
-        float* sum = &acc[0][part * (Part / 2) + 4 * c];
-        const float low = bits_float(scale[c].x), high = bits_float(scale[c].y);
-        sum[0] += partial[4 * c] * low;
-        sum[1] += partial[4 * c + 1] * high;
-        sum[2] += partial[4 * c + 2] * low;
-        sum[3] += partial[4 * c + 3] * high;
-      }
-    }
-    math.release(stage);
-    if (kBuffers == 1 && more) widen<Next>();
-  }
-  JMM_DEVICE void run() {
-#pragma unroll
-    for (uint32_t i = 0; i < N / 2; ++i) acc[0][i] = 0.0f;
-    load();
-    widen<0>();
-    if constexpr (kBuffers == 1) {
-#pragma unroll 1
-      for (uint32_t k = 1; k <= kKBlocks<P>; ++k) stage_step<0, 0>(k < kKBlocks<P>);
-    } else {
-      uint32_t k = 0;
-      for (; k + 2 <= kKBlocks<P>; k += 2) {
-        stage_step<0, 1>(true);
-        stage_step<1, 0>(k + 2 < kKBlocks<P>);
-      }
-      if (k < kKBlocks<P>) stage_step<0, 1>(false);
-    }
-  }
-};
-
 // Calls fn with the number of columns that covers `valid` tokens, as a constant.
 template <uint32_t N>
 struct Columns {
@@ -313,8 +261,8 @@ JMM_DEVICE void with_columns(uint32_t valid, const Fn& fn) {
     if (valid <= 128) return fn(Columns<128>{});
     if (valid <= 192) return fn(Columns<192>{});
   } else if constexpr (kBlockM == 128 && !kBf16) {
-    if (valid <= 64) return fn(Columns<64>{});
     if (valid <= 96) return fn(Columns<96>{});
+    if (valid <= 112) return fn(Columns<112>{});
   }
   fn(Columns<kBlockM>{});
 }
@@ -330,17 +278,6 @@ JMM_DEVICE uint32_t num_columns(uint32_t valid) {
   uint32_t columns = 0;
   with_columns(valid, NumColumns{columns});
   return columns;
-}
-
-template <class P, uint32_t N>
-JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
-  if constexpr (P::kPromote) {
-    constexpr uint32_t kWanted = kTile.part_columns == 0 ? N : min_of(kTile.part_columns, N);
-    constexpr uint32_t kPart = N % kWanted == 0 ? kWanted : 32;
-    PromotedLoop<P, N, kPart>{math, acc, shared_address(math.cta.control->widen_table)}.run();
-  } else {
-    multiply_unpromoted<P, N>(math, acc);
-  }
 }
 
 }  // namespace jax_megamoe::gpu

@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
   Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
   check_rank(cta);
   const uint32_t tokens = valid_tokens(cta);
+  if (threadIdx.x == kMathThreads) prefetch_first_weights(cta, tokens);
   prologue(cta, tokens, shared);
   if (threadIdx.x >= kMathThreads) {
     setmaxnreg_dec<kProducerRegisters>();

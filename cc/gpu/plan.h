@@ -56,19 +56,21 @@ static_assert(kMathThreads * kMathRegisters + 128 * kProducerRegisters <=
 inline constexpr uint32_t kWeightWarp = 0, kActWarp = 1, kFirstPullWarp = 2, kPullWarps = 2;
 
 // Named barriers; 0 is __syncthreads.
-inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2, kBarrierWarpgroup = 3;
+inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2;
+inline constexpr uint32_t kBarrierWarpgroup = 3;  // and the next three
+inline constexpr uint32_t kBarrierTurn = 7;       // and the next
 
 // ---- shapes of the two products ----
 
 struct Phase1 {
   static constexpr uint32_t kK = kHidden, kRows = 2 * kIntermediate;
   static constexpr uint32_t kRowBlocks = kTile.l1_row_blocks, kPasses = kTile.l1_passes;
-  static constexpr bool kPromote = kGranularity == Granularity::k128;
+  static constexpr bool kRescale = kGranularity == Granularity::k128;  // scales change along K
 };
 struct Phase2 {
   static constexpr uint32_t kK = kIntermediate, kRows = kHidden;
   static constexpr uint32_t kRowBlocks = kTile.l2_row_blocks, kPasses = 1;
-  static constexpr bool kPromote = !kBf16;
+  static constexpr bool kRescale = !kBf16;
 };
 template <class P>
 inline constexpr uint32_t kTileRows = kTile.math_warpgroups * P::kRowBlocks * 64;
@@ -123,9 +125,10 @@ struct SharedControl {
   uint64_t item_full[kItemSlots];
   uint64_t item_empty[kItemSlots];
   alignas(16) Item items[kItemSlots];
-  // What the epilogue of an item needs of each token: linear 1, routing weight and scale (FP32 bits);
-  // linear 2, address of the result's row. And the scale byte of each weight row.
+  // What the epilogue of an item needs of each token: linear 1, routing weight (FP32 bits); linear 2,
+  // address of the result's row. The unit of a token's sums. The scale byte of each weight row.
   alignas(16) uint2 token_header[kItemSlots][kBlockM];
+  alignas(16) float token_unit[kItemSlots][kBlockM];
   alignas(16) uint8_t row_base[kItemSlots][256];
   alignas(128) uint8_t widen_table[128];
   // Rows of this rank's experts.

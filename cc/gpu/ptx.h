@@ -179,6 +179,9 @@ JMM_DEVICE void mbarrier_wait_parity_bounded(uint32_t bar, uint32_t parity, uint
 JMM_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+JMM_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // ---- bulk copy ----
 

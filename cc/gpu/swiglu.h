@@ -82,7 +82,7 @@ class SwigluItem {
   static constexpr uint32_t kPacks = N / 8;
   static constexpr uint32_t kPaddedPacks =
       kPacks <= 8 ? kPacks : (kPacks <= 16 ? 16 : 32);  // halved three times
-  static_assert(N <= 64 ? kPacks * 8 == N && (kPacks & (kPacks - 1)) == 0 : N % 32 == 0);
+  static_assert(N <= 64 ? kPacks * 8 == N && (kPacks & (kPacks - 1)) == 0 : N % 16 == 0);
   // Values of this thread: [block][2 * c + t].
   using Values = float[kBlocks][N / 4];
 
@@ -137,8 +137,9 @@ class SwigluItem {
     constexpr float kUnit = kBf16 ? 1.0f : 0x1p-6f;
     static_assert(kWidenExponent == 6);
     const float limit = cta_.args.swiglu_limit;
-    const uint32_t header =
-        shared_address(cta_.control->token_header[slot_]) + (math_.lane % 4) * 16;
+    const uint32_t q = math_.lane % 4;
+    const uint32_t header = shared_address(cta_.control->token_header[slot_]) + q * 16;
+    const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + q * 8;
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
       const uint8_t* base = cta_.control->row_base[slot_] + first_row(pass, b) % kItemRows<Phase1> +
@@ -149,13 +150,15 @@ class SwigluItem {
       for (uint32_t c = 0; c < kPacks; ++c) {
         const uint4 tokens = ld_shared_v4(header + c * 64);  // 8c + 2q and the next
         const float weight[2] = {bits_float(tokens.x), bits_float(tokens.z)};
-        const float scale[2] = {bits_float(tokens.y), bits_float(tokens.w)};
+        uint2 unit = {0x3F800000u, 0x3F800000u};
+        if constexpr (!kBf16) unit = ld_shared_v2(units + c * 32);
+        const float token_unit[2] = {bits_float(unit.x), bits_float(unit.y)};
 #pragma unroll
         for (uint32_t t = 0; t < 2; ++t) {
           float gate = acc[b][4 * c + t] * gate_scale, up = acc[b][4 * c + 2 + t] * up_scale;
-          if constexpr (kGranularity == Granularity::kRow) {
-            gate *= scale[t];
-            up *= scale[t];
+          if constexpr (!kBf16) {
+            gate *= token_unit[t];
+            up *= token_unit[t];
           }
           values[b][2 * c + t] = swiglu_approx(gate, up, weight[t], limit);
         }

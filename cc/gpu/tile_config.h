@@ -13,7 +13,7 @@ namespace jax_megamoe::gpu {
 enum class Granularity : uint32_t {
   kRow = 0,     // linear 1's input: the whole row; linear 2's input: 128
   k32 = 32,     // exact MXFP8; BF16 tensor cores
-  k128 = 128,   // FP8 tensor cores, promotion every 128
+  k128 = 128,   // FP8 tensor cores, sums rescaled every 128
 };
 
 inline constexpr uint32_t kBlockK = 128;           // K of one pipeline stage
@@ -38,7 +38,6 @@ struct TileConfig {
   uint32_t l1_row_blocks;    // 64-row blocks of one warpgroup in linear 1
   uint32_t l2_row_blocks;    // the same in linear 2
   uint32_t l1_passes;        // tiles of linear 1 that one item computes one after the other
-  uint32_t part_columns;     // promoted partial sums are this wide; 0: as wide as the tile
   const char* reason;
 
   JMM_HD constexpr uint32_t num_threads() const { return (math_warpgroups + 1) * 128; }
@@ -50,20 +49,20 @@ struct TileConfig {
 // FP8 tensor cores (granularities 128 and row). An item of linear 1 has to cover 256 weight rows:
 // its 128 channels share one scale.
 inline constexpr TileConfig kFp8Tiles[] = {
-    {8, 4, 1, 1, 1, 0, "up to 8 rows per expert: four warpgroups hide the widening, HBM-bound"},
-    {16, 4, 1, 1, 1, 0, "up to 16 rows per expert, HBM-bound"},
-    {32, 4, 1, 1, 1, 0, "up to 32 rows per expert, close to HBM-bound"},
-    {64, 4, 1, 1, 1, 32, "one pass over the weights matters more than the tile's own rate"},
-    {128, 2, 2, 1, 1, 64, "two row blocks share each token fragment; promoted sums need registers"},
-    {256, 2, 1, 1, 2, 64, "widening is amortised over 256 tokens; two passes make one scale group"},
+    {8, 4, 1, 1, 1, "up to 8 rows per expert: four warpgroups hide the widening, HBM-bound"},
+    {16, 4, 1, 1, 1, "up to 16 rows per expert, HBM-bound"},
+    {32, 4, 1, 1, 1, "up to 32 rows per expert, close to HBM-bound"},
+    {64, 4, 1, 1, 1, "one pass over the weights matters more than the tile's own rate"},
+    {128, 2, 2, 1, 1, "two row blocks share each token fragment; linear 2 in small items"},
+    {256, 2, 1, 1, 2, "widening is amortised over 256 tokens; two passes make one scale group"},
 };
 // BF16 tensor cores (granularity 32).
 inline constexpr TileConfig kBf16Tiles[] = {
-    {8, 4, 1, 1, 1, 0, "up to 8 rows per expert, HBM-bound"},
-    {16, 4, 1, 1, 1, 0, "up to 16 rows per expert, HBM-bound"},
-    {32, 4, 1, 1, 1, 0, "up to 32 rows per expert"},
-    {64, 4, 1, 1, 1, 0, "one pass over the weights matters more than the tile's own rate"},
-    {128, 2, 2, 2, 1, 0, "best BF16 rate: two row blocks share each token fragment"},
+    {8, 4, 1, 1, 1, "up to 8 rows per expert, HBM-bound"},
+    {16, 4, 1, 1, 1, "up to 16 rows per expert, HBM-bound"},
+    {32, 4, 1, 1, 1, "up to 32 rows per expert"},
+    {64, 4, 1, 1, 1, "one pass over the weights matters more than the tile's own rate"},
+    {128, 2, 2, 2, 1, "best BF16 rate: two row blocks share each token fragment"},
 };
 inline constexpr uint32_t kNumFp8Tiles = sizeof(kFp8Tiles) / sizeof(kFp8Tiles[0]);
 inline constexpr uint32_t kNumBf16Tiles = sizeof(kBf16Tiles) / sizeof(kBf16Tiles[0]);
@@ -72,23 +71,19 @@ JMM_HD constexpr uint32_t num_tiles(Granularity g) {
   return g == Granularity::k32 ? kNumBf16Tiles : kNumFp8Tiles;
 }
 JMM_HD constexpr TileConfig tile_config(Granularity g, uint32_t index) {
-  TileConfig tile = g == Granularity::k32 ? kBf16Tiles[index] : kFp8Tiles[index];
-  if (g == Granularity::k128 && tile.l1_row_blocks == 2) {
-    tile.l1_row_blocks = 1;  // promoted sums of a second row block do not fit the registers
-    tile.l1_passes *= 2;
-  }
-  return tile;
+  return g == Granularity::k32 ? kBf16Tiles[index] : kFp8Tiles[index];
 }
 
-// The narrowest tile that holds an expert's rows in one block most of the time: rows per expert of a
-// uniform router are about Poisson distributed, and mean + 2.5 sqrt(mean) covers 99 % of experts.
+// The narrowest tile that holds most experts' rows in one block: rows per expert of a uniform router
+// are about Poisson distributed, and mean + 1.5 sqrt(mean) covers 93 % of experts. The others read
+// their weights twice, the second time from the L2; wider tiles for all cost more.
 JMM_HD constexpr uint32_t select_tile(Granularity g, const MoeShape& shape, uint32_t num_rows) {
   const double mean =
       double(num_rows) * shape.num_ranks * shape.top_k / double(shape.num_experts);
   uint32_t index = 0;
   while (index + 1 < num_tiles(g)) {
     const double room = tile_config(g, index).block_m - mean;
-    if (room > 0 && room * room >= 6.25 * mean) break;
+    if (room > 0 && room * room >= 2.25 * mean) break;
     ++index;
   }
   return index;

@@ -157,23 +157,31 @@ JMM_DEVICE bool wait_grid(const Cta& cta, CallBarrier nth) {
 }
 // One whole warp of CTA 0.
 JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
-  const uint32_t lane = threadIdx.x % 32;
-  bool arrived = true;
-  if (lane == 0) arrived = wait_grid(cta, nth);
-  if (!__shfl_sync(~0u, arrived, 0)) return;
-  __syncwarp();  // what lane 0 has seen comes before any lane's signal
-  fence_acq_rel_sys();
-  for (uint32_t peer = lane; peer < kRanks; peer += 32) {
-    store_release<Region::rank_barrier>(cta, peer, cta.args.rank, cta.epoch * kCallBarriers + nth);
+  if constexpr (kRanks > 1) {
+    const uint32_t lane = threadIdx.x % 32;
+    bool arrived = true;
+    if (lane == 0) arrived = wait_grid(cta, nth);
+    if (!__shfl_sync(~0u, arrived, 0)) return;
+    __syncwarp();  // what lane 0 has seen comes before any lane's signal
+    fence_acq_rel_sys();
+    for (uint32_t peer = lane; peer < kRanks; peer += 32) {
+      store_release<Region::rank_barrier>(cta, peer, cta.args.rank,
+                                          cta.epoch * kCallBarriers + nth);
+    }
+    __syncwarp();
   }
-  __syncwarp();
 }
 // One whole warp.
 JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
+  const uint32_t lane = threadIdx.x % 32;
   bool arrived = true;
-  for (uint32_t peer = threadIdx.x % 32; peer < kRanks; peer += 32) {
-    arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
-                                                              cta.epoch * kCallBarriers + nth);
+  if constexpr (kRanks == 1) {  // nobody to be told: one hop less
+    if (lane == 0) arrived = wait_grid(cta, nth);
+  } else {
+    for (uint32_t peer = lane; peer < kRanks; peer += 32) {
+      arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
+                                                                cta.epoch * kCallBarriers + nth);
+    }
   }
   return __all_sync(~0u, arrived);
 }

@@ -1,4 +1,4 @@
-"""The command line: ``python -m jax_megamoe {demo,info,bench,compile}``.
+"""The command line: ``python -m jax_megamoe {demo,info,bench,timeline,compile}``.
 
 Each command is a module with `add_parser`, which declares its options, and `run`, which returns the
 exit code: 0 for success, 1 for a check that failed, 2 for a request that cannot be served.
@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jax_megamoe.cli import bench, compile, demo, info
+from jax_megamoe.cli import bench, compile, demo, info, timeline
 from jax_megamoe.errors import MegaMoEError
 
 _EPILOG = """\
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    for command in (demo, info, bench, compile):
+    for command in (demo, info, bench, timeline, compile):
         command.add_parser(commands).set_defaults(run=command.run)
     return parser
 
