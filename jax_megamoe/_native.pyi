@@ -139,7 +139,7 @@ GPU_TRACE_NAMES: tuple = ...
 
 def compile_kernel(include_dir: str, options: Sequence[str], nvrtc_path: str) -> tuple:
     """
-    (cubin, log) of the layer's kernel, from the cache if it is there. Raises RuntimeError with the compiler's log.
+    (cubin, log, cache) of the layer's kernel. cache: "read" if it was in the cache, "written" if it is now, "none" if it could not be kept. Raises RuntimeError with the compiler's log.
     """
 
 def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, intermediate: int, max_tokens: int, granularity: int, ring_tokens: int = 0) -> MoeShape:

@@ -157,9 +157,14 @@ class MegaMoE:
 
         Widths that are not multiples of 128 are padded with zeros, and stay so in whatever
         `to_layout` makes of the result.
+
+        Raises:
+          MegaMoEError: shapes or dtypes that do not fit the config; or, outside of jit, scales that
+            the GPU layout of this granularity cannot hold, see `weights.check_foldable`.
         """
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
         weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        weights_lib.check_foldable(weights, self._site.layout)  # there are no values in `convert`
 
         # Placed first, so that every device permutes its own experts only.
         def convert(weights):

@@ -36,9 +36,9 @@ GPU_CHUNK = 128
 _EXPONENT_BITS = {"sm90_fp8": 4, "sm90_bf16": 8}
 #: GPU layout -> most binades that a group's scale can lie below the largest scale of its row.
 #: sm90_fp8: 2^(6 - d) times an E2M1 value is an E4M3 value for d up to 14; the code 15 says zeros.
-#: sm90_bf16: 2^(126 - d) is a normal BF16 number for d up to 252; the code 0 says zeros. (The value
-#: itself is kept exactly for d up to 132, and below that to 2^-130 of the row's scale.)
-MAX_SPREAD = {"sm90_fp8": 14, "sm90_bf16": 252}
+#: sm90_bf16: 2^-d times an E2M1 value is a BF16 value, denormal perhaps, for d up to 132: 0.5 and
+#: 1.5 are whole multiples of 2^-1, and BF16 ends at 2^-133. The code 0 says zeros.
+MAX_SPREAD = {"sm90_fp8": 14, "sm90_bf16": 132}
 
 _BYTES = ("uint8",)
 

@@ -17,14 +17,15 @@ KERNEL = """
 #include "protocol/platform.h"
 extern "C" __global__ void jmm_mega_moe(uint32_t* out) { *out = VALUE; }
 """
-# Compiles below argv[1] and prints the cubin's length and how long the log is.
+# Compiles below argv[1] twice; prints the cubin's length and what the cache did the first time.
 SCRIPT = """
 import sys
 from jax_megamoe._ffi import native
 from jax_megamoe._nvrtc import nvrtc_path
-cubin, log = native.compile_kernel(sys.argv[1], sys.argv[2:], nvrtc_path())
+cubin, log, cache = native.compile_kernel(sys.argv[1], sys.argv[2:], nvrtc_path())
 assert cubin[:4] == b"\\x7fELF" and b"jmm_mega_moe" in cubin
-print(len(cubin))
+assert native.compile_kernel(sys.argv[1], sys.argv[2:], nvrtc_path()) == (cubin, log, "read")
+print(len(cubin), cache)
 """
 
 needs_nvrtc = pytest.mark.skipif(
@@ -55,25 +56,27 @@ def compile_in_process(headers, cache, **environment):
     process = start(headers, cache, **environment)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    return int(out)
+    size, cache_use = out.split()
+    return int(size), cache_use
 
 
 @needs_nvrtc
 def test_cache_entries_are_reused_and_broken_ones_are_not(headers, tmp_path):
     cache = tmp_path / "deep" / "cache"
-    size = compile_in_process(headers, cache)
+    size, cache_use = compile_in_process(headers, cache)
+    assert cache_use == "written"
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
     assert len(whole) > size
     before = entry.stat().st_ino
-    assert compile_in_process(headers, cache) == size
+    assert compile_in_process(headers, cache) == (size, "read")
     assert entry.stat().st_ino == before  # read, not written again
 
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     for broken in (whole[:-1], whole[:100], b"", b"something else", bytes(flipped)):
         entry.write_bytes(broken)
-        assert compile_in_process(headers, cache) == size
+        assert compile_in_process(headers, cache) == (size, "written")
         assert entry.read_bytes() == whole
     assert list(cache.iterdir()) == [entry]  # no temporary files are left
 
@@ -107,12 +110,12 @@ def test_processes_that_compile_the_same_kernel_at_once(headers, tmp_path):
 def test_without_a_place_for_the_cache(headers, tmp_path):
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
-    assert compile_in_process(headers, occupied / "cache") > 0
-    assert compile_in_process(headers, "") > 0  # no cache at all
+    assert compile_in_process(headers, occupied / "cache")[1] == "none"
+    assert compile_in_process(headers, "")[1] == "none"  # no cache at all
     environment = {"HOME": str(tmp_path / "home")}
-    process = start(headers, "unused", **environment)
+    process = start(headers, tmp_path / "chosen", **environment)
     process.communicate(timeout=120)
-    assert not (tmp_path / "home").exists()
+    assert not (tmp_path / "home").exists() and len(list((tmp_path / "chosen").iterdir())) == 1
 
 
 @needs_nvrtc
@@ -131,7 +134,7 @@ def test_errors_carry_the_log_and_threads_may_compile(headers):
 
     def compile_value(value):
         options = [*OPTIONS[:-1], f"-DVALUE={value}"]
-        cubins[value], _ = native.compile_kernel(str(headers), options, nvrtc_path())
+        cubins[value], *_ = native.compile_kernel(str(headers), options, nvrtc_path())
 
     threads = [threading.Thread(target=compile_value, args=(value,)) for value in range(4)]
     for thread in threads:
@@ -167,7 +170,7 @@ def test_kernel_options_say_everything_the_kernel_is_specialised_on():
     options = native.gpu_kernel_options(shape, 128, 3, True)
     for name, value in (*sizes.items(), ("max_tokens", 256), ("ring_blocks", shape.ring_blocks)):
         assert f"-DJMM_{name.upper()}={value}" in options
-    for text in ("-DJMM_GRANULARITY=128", "-DJMM_TILE=3", "-DJMM_TRACE=1"):
+    for text in ("-DJMM_GRANULARITY=128", "-DJMM_TILE=3", "-DJMM_TRACE=1", "--ptxas-options=-v"):
         assert text in options
     assert "-DJMM_GRANULARITY=0" in native.gpu_kernel_options(shape, 0, 0)
     with pytest.raises(ValueError, match="no such tile"):

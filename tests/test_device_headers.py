@@ -4,6 +4,8 @@ GPU; the package has them; and the numbers that `compile` reads out of machine c
 import ctypes
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -90,6 +92,14 @@ def test_package_has_the_headers():
         mine = {path.name: path.read_text() for path in (HEADERS / name).glob("*.h")}
         assert mine == {path.name: path.read_text() for path in (folder / name).glob("*.h")}
         assert mine
+
+
+def test_generated_header_has_not_drifted():
+    command = [sys.executable, str(HEADERS / "gpu" / "wgmma_gen.py")]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert (HEADERS / "gpu" / "wgmma.h").read_text() == text, (
+        "write it again: python cc/gpu/wgmma_gen.py > cc/gpu/wgmma.h"
+    )
 
 
 def test_missing_headers_are_an_error(tmp_path, monkeypatch):

@@ -123,6 +123,33 @@ def test_weights_of_another_config(layer, good):
         layer(good["x"], good["topk_idx"], good["topk_weights"], {"w13": 1})
 
 
+@pytest.mark.parametrize(("granularity", "limit"), [("row", 14), (128, 14), (32, 132)])
+def test_weights_that_a_gpu_layout_cannot_hold(monkeypatch, granularity, limit):
+    """`shard` looks at the values before the conversion, which runs on tracers."""
+    config = dataclasses.replace(CONFIG, activation_granularity=granularity, intermediate=96)
+    weights = experts(config.num_experts, config.intermediate, config.hidden)
+    sf = np.array(weights.w13_sf)
+    sf[:] = 200
+    sf[5, 96 + 7, 2] = 200 - limit - 1
+    bad = dataclasses.replace(weights, w13_sf=jnp.asarray(sf))
+    sf[5, 96 + 7, 2] = 200 - limit
+    good = dataclasses.replace(weights, w13_sf=jnp.asarray(sf))
+    with jmm.MegaMoE(config, mesh_of(4)) as layer:
+        layer.shard(bad)  # the CPU's layout has no such limit
+        monkeypatch.setattr(layer, "_site", layer._site._replace(backend="sm_90a"))
+        with pytest.raises(jmm.MegaMoEError) as error:
+            layer.shard(bad)
+        message = str(error.value)
+        assert "weights.w13, expert 5, up row 7: got groups of 32 whose scales are up" in message
+        assert f"2^{limit + 1} apart (1 of " in message and f"at most 2^{limit}" in message
+        remedy = "source of these weights" if granularity == 32 else "activation_granularity=32"
+        assert remedy in message
+        placed = layer.shard(good)
+        assert placed.layout == layer._site.layout != "cpu"
+        assert len(placed.w13.sharding.device_set) == 4
+        assert not (np.asarray(placed.w13_sf) == 255).any()
+
+
 def test_mesh_mistakes():
     with pytest.raises(jmm.MegaMoEError, match=r"axis: got 'expert'; expected .*\('ep',\)"):
         jmm.MegaMoE(CONFIG, mesh_of(4), axis="expert")

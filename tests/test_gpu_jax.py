@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_megamoe as jmm
 from gpu_case import CONFIG, on_cpu, with_granularity
 from jax_megamoe.config import GRANULARITIES
-from moe_case import Case
+from moe_case import GpuCase as Case
 
 TOKENS = 64
 PLACES = [

@@ -12,7 +12,7 @@ import pytest
 import jax_megamoe as jmm
 from jax_megamoe._ffi import device_backend, mesh_backend
 from jax_megamoe.config import GRANULARITIES
-from moe_case import Case
+from moe_case import GpuCase as Case
 
 CONFIG = jmm.MegaMoEConfig(
     num_experts=16,

@@ -24,7 +24,7 @@ from jax_megamoe.config import GRANULARITIES
 from jax_megamoe.gpu_harness import GpuRanks
 from jax_megamoe.gpu_measure import compile_ahead
 from jax_megamoe.symmetric import granularity_number
-from moe_case import Case
+from moe_case import GpuCase as Case
 
 CONFIG = with_granularity(32, activation=jmm.swiglu(limit=3.0))
 RANKS_AND_TOKENS = [(1, 37), (4, 37)]
@@ -43,7 +43,7 @@ def _reference_on_cpu():
 # Expected values ---------------------------------------------------------------------------------
 
 
-def accumulation_error(products, per_instruction, instructions, fraction_bits):
+def accumulation_error(products, per_instruction, fraction_bits):
     """[...] bound of |tensor core's sum - exact sum| over the last axis of `products`.
 
     One instruction adds `per_instruction` products to its accumulator: all addends are shifted to
@@ -52,13 +52,13 @@ def accumulation_error(products, per_instruction, instructions, fraction_bits):
     included, loses less than one unit, and the result, which may have carried into the next
     exponent, is cut off once more. The exponent is not known better than to a factor of 2, because
     hardware takes it from the factors, so the unit is taken from the next power of two, and from a
-    sum that may itself be off by 2^-6. After `instructions` instructions the sum is added to an
-    FP32 register, where it is rounded once.
+    sum that may itself be off by 2^-6. Where scales change along K, the accumulator is multiplied
+    by powers of two in between, which changes none of this: products here have their scales.
 
     E4M3 on Hopper: 32 products and 13 bits, as measured by others. BF16: 16 products and at least
     the 23 bits of an FP32 number.
     """
-    steps = products.reshape(*products.shape[:-1], -1, instructions, per_instruction)
+    steps = products.reshape(*products.shape[:-1], -1, per_instruction)
     sums = steps.sum(axis=-1)
     after = np.cumsum(sums, axis=-1)
     before = after - sums
@@ -67,9 +67,7 @@ def accumulation_error(products, per_instruction, instructions, fraction_bits):
     in_units = steps / unit[..., None]
     cut = np.count_nonzero(in_units != np.round(in_units), axis=-1) + (before != 0)
     end = np.exp2(np.ceil(np.log2(np.maximum(np.abs(after), 2.0**-200))) - fraction_bits)
-    error = (cut * unit + end).sum(axis=(-1, -2))
-    chains = np.abs(after[..., -1])
-    return error + chains.sum(axis=-1) * chains.shape[-1] * 2.0**-24
+    return (cut * unit + end).sum(axis=-1)
 
 
 def sf_of(amax):
@@ -135,16 +133,10 @@ class Expected:
         last place, 2^-22, each; one addition and three products are rounded. Results near or below
         the smallest normal number are left to an absolute term.
         """
-        granularity = self.case.config.activation_granularity
-        per_instruction, bits = (16, 23) if granularity == 32 else (32, 13)
-        instructions = 128 // 32 if granularity == 128 else rows.shape[1] // per_instruction
+        bf16 = self.case.config.activation_granularity == 32
+        per_instruction, bits = (16, 23) if bf16 else (32, 13)
         d_gate, d_up = (
-            np.stack(
-                [
-                    accumulation_error(row * matrix, per_instruction, instructions, bits)
-                    for row in rows
-                ]
-            )
+            np.stack([accumulation_error(row * matrix, per_instruction, bits) for row in rows])
             for matrix in (w_gate, w_up)
         )
         value, silu, gate, up = self._activate(rows @ w_gate.T, rows @ w_up.T, weight)
@@ -300,7 +292,8 @@ def check_counters(ranks):
             assert not ranks.read(rank, region).any()
         assert ranks.read(rank, "call_epoch")[0] == 1
         assert (ranks.read(rank, "expert_recv_count") >> 32 == 1).all()
-        assert (ranks.read(rank, "rank_barrier") == 2).all()
+        # A rank's word for itself included; without peers there is nobody to be told.
+        assert ranks.num_ranks == 1 or (ranks.read(rank, "rank_barrier") > 0).all()
 
 
 def check_stages(want, ranks, tile):
@@ -433,11 +426,9 @@ def test_the_bound_of_a_sum_holds_for_a_tensor_core_in_numpy(rng):
         return total
 
     error = np.abs([tensor_core(row) - row.sum() for row in products])
-    bound = accumulation_error(products, 32, 16, 13)
+    bound = accumulation_error(products, 32, 13)
     assert (error <= bound).all() and (error > bound / 20).any()
-    # One rounded FP32 addition for each of four chains of four instructions.
-    assert (bound >= accumulation_error(products, 32, 4, 13) / 4).all()
-    assert (accumulation_error(products, 16, 32, 23) < bound / 100).all()
+    assert (accumulation_error(products, 16, 23) < bound / 100).all()
 
 
 def test_reference_dispatch_and_pools_agree():

@@ -390,7 +390,7 @@ def test_any_bytes_keep_their_values_or_become_nan(layout):
         groups = np.asarray(packed).reshape(*sf.shape, 16)
         nonzero = ((groups & 0x77) != 0).any(axis=-1)
         spread = np.where(nonzero, sf, 0).max(-1) - np.where(nonzero, sf, 256).min(-1)
-        limit = {"sm90_fp8": 14, "sm90_bf16": 252}[layout]
+        limit = {"sm90_fp8": 14, "sm90_bf16": 132}[layout]
         nan = (sf == 255).any(-1) | (spread > limit)
         assert nan.any()  # rows of both kinds; linear 1's of the FP8 layout are all too wide
         want = np.where(nonzero, sf, 1)
@@ -400,8 +400,19 @@ def test_any_bytes_keep_their_values_or_become_nan(layout):
 
 
 @pytest.mark.parametrize("layout", GPU_LAYOUTS)
+def test_the_limit_is_where_widened_weights_stop_being_exact(layout):
+    """What the kernel multiplies with: 2^(6 - d) times a weight in E4M3, 2^-d times it in BF16."""
+    offset, dtype = {"sm90_fp8": (6, "float8_e4m3fn"), "sm90_bf16": (0, "bfloat16")}[layout]
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    limit = weights.MAX_SPREAD[layout]
+    for below, exact in ((0, True), (limit, True), (limit + 1, False)):
+        widened = values * 2.0 ** (offset - below)
+        assert (widened == widened.astype(dtype).astype(np.float64)).all() == exact
+
+
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
 def test_what_cannot_be_folded_is_refused_or_nan(layout):
-    limit = {"sm90_fp8": 14, "sm90_bf16": 252}[layout]
+    limit = {"sm90_fp8": 14, "sm90_bf16": 132}[layout]
     assert weights.MAX_SPREAD[layout] == limit
     clean = foldable_bytes(np.random.default_rng(23), spread=0)
 

@@ -12,6 +12,7 @@ std::vector<std::string> KernelConfig::options() const {
   };
   return {"--gpu-architecture=sm_90a",
           "-std=c++20",
+          "--ptxas-options=-v",  // registers and spills in the log, which `compile` reads
           define("JMM_NUM_RANKS", layout.num_ranks),
           define("JMM_NUM_EXPERTS", layout.num_experts),
           define("JMM_TOP_K", layout.top_k),

@@ -51,7 +51,8 @@ nb::tuple compile_kernel(const std::string& include_dir, const std::vector<std::
     nb::gil_scoped_release release;
     kernel = cuda::compile(cuda::kKernelSource, include_dir, options, nvrtc_path);
   }
-  return nb::make_tuple(to_bytes(kernel.cubin), kernel.log);
+  const char* cache = kernel.from_cache ? "read" : kernel.cache_file.empty() ? "none" : "written";
+  return nb::make_tuple(to_bytes(kernel.cubin), kernel.log, cache);
 }
 
 MoeShape gpu_shape(uint32_t num_ranks, uint32_t num_experts, uint32_t top_k, uint32_t hidden,
@@ -282,8 +283,9 @@ void bind_gpu(nb::module_& m) {
   m.attr("GPU_TRACE_NAMES") = nb::tuple(trace_names);
 
   m.def("compile_kernel", &compile_kernel, "include_dir"_a, "options"_a, "nvrtc_path"_a,
-        "(cubin, log) of the layer's kernel, from the cache if it is there. Raises RuntimeError "
-        "with the compiler's log.");
+        "(cubin, log, cache) of the layer's kernel. cache: \"read\" if it was in the cache, "
+        "\"written\" if it is now, \"none\" if it could not be kept. Raises RuntimeError with the "
+        "compiler's log.");
   m.def("gpu_shape", &gpu_shape, "num_ranks"_a, "num_experts"_a, "top_k"_a, "hidden"_a,
         "intermediate"_a, "max_tokens"_a, "granularity"_a, "ring_tokens"_a = 0,
         "The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises "

@@ -18,8 +18,8 @@ JMM_DEVICE void fill_with_nan(const Cta& cta) {
 
 inline constexpr uint32_t kCombineColumns = 512;  // of a step of one warp
 
-// Columns [begin, end) of y of one token by one warp: the FP32 sum of its routed rows in slot order,
-// rounded once.
+// Columns [begin, end) of y of one token by one warp: the FP32 sum of its routed rows in slot
+// order, rounded once.
 JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32_t begin,
                               uint32_t end) {
   const uint32_t lane = threadIdx.x % 32;
@@ -76,7 +76,8 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32
   }
 }
 
-// All math warps of the rank. Of few tokens each is cut into pieces, so that no warp walks a row alone.
+// All math warps of the rank. Of few tokens each is cut into pieces, so that no warp walks a row
+// alone.
 JMM_DEVICE void combine(const Cta& cta, uint32_t tokens) {
   const uint32_t num_rows = cta.args.num_rows, num_warps = kMathWarps * gridDim.x;
   const uint32_t pieces = num_rows < num_warps ? ceil_div(kHidden, kCombineColumns) : 1;

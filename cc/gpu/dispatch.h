@@ -55,8 +55,8 @@ JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
     const uint32_t rows = prefix_sum(control.row_start, rows_of);
     if (thread == 0) control.row_start[kLocalExperts] = rows;
   } else if (warp == 1) {
-    const uint32_t blocks = prefix_sum(
-        control.block_start, [&](uint32_t e) { return ceil_div(rows_of(e), kBlockM); });
+    const uint32_t blocks =
+        prefix_sum(control.block_start, [&](uint32_t e) { return ceil_div(rows_of(e), kBlockM); });
     if (thread == 32) control.block_start[kLocalExperts] = blocks;
   } else {
     for (uint32_t source = warp - 2; source < kRanks; source += 2) {
@@ -72,8 +72,7 @@ JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
 JMM_DEVICE void report_counts(const Cta& cta, uint32_t thread) {
   const SharedControl& control = *cta.control;
   for (uint32_t e = thread; e < kLocalExperts; e += 128) {
-    cta.args.received[e] =
-        static_cast<int32_t>(control.row_start[e + 1] - control.row_start[e]);
+    cta.args.received[e] = static_cast<int32_t>(control.row_start[e + 1] - control.row_start[e]);
   }
   if (thread != 0) return;
   const uint32_t blocks = control.block_start[kLocalExperts];
@@ -118,8 +117,9 @@ JMM_DEVICE SourceRow32 locate_source_row_by_warp(const SharedControl& control, u
 #pragma unroll
       for (uint32_t i = 0; i < kPerLane; ++i) {
         const uint32_t here = __popc(mask[i]);
-        if (nth < here) return {i * 32 + __fns(mask[i], 0, static_cast<int>(nth) + 1),
-                                peeled + position / active};
+        if (nth < here)
+          return {i * 32 + __fns(mask[i], 0, static_cast<int>(nth) + 1),
+                  peeled + position / active};
         nth -= here;
       }
     }
@@ -207,55 +207,99 @@ JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32
   }
 }
 
+// Brings the row that stands at `pool_row`, in pool order and without padding. `expert` is where the
+// last search ended; rows are asked for in ascending order. One warp. False: the call is aborted.
+JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& expert) {
+  const SharedControl& control = *cta.control;
+  const uint32_t lane = threadIdx.x % 32;
+  while (pool_row >= control.row_start[expert + 1]) ++expert;
+  const uint32_t position = pool_row - control.row_start[expert];
+  const uint32_t rows = control.row_start[expert + 1] - control.row_start[expert];
+  const uint32_t pool_block = control.block_start[expert] + position / kBlockM;
+  const uint32_t row = position % kBlockM;
+  const RingPosition ring = ring_position(shape_of_kernel(), pool_block);
+  if (ring.lap > 0) {
+    bool free = true;
+    if (lane == 0) {
+      free = wait_at_least<Region::l1_empty, LoadGpu32>(
+          cta, ring.slot, l1_empty_target(shape_of_kernel(), ring.lap));
+    }
+    if (!__shfl_sync(~0u, free, 0)) return false;
+    __syncwarp();
+  }
+  const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
+  const uint32_t topk_slot =
+      region<Region::src_token_topk_idx>(cta.local())[source.rank * kShape.max_slots_per_rank() +
+                                                      control.list_start[source.rank][expert] +
+                                                      source.index];
+  if (lane == 0) {
+    region<Region::l1_topk_weights>(cta.local())[ring.slot * kBlockM + row] =
+        region<Region::topk_weights>(cta.args.base[source.rank])[topk_slot];
+    region<Region::token_src_metadata>(cta.local())[uint64_t{pool_block} * kBlockM + row] = {
+        source.rank, topk_slot};
+  }
+  pull_row(cta, source.rank, topk_slot / kTopK, ring.slot, row);
+  fence_proxy_async_global();  // the copy engine reads what this lane has written
+  __syncwarp();
+  if (lane == 0) {
+    const uint32_t valid = min_of(rows - (position - row), kBlockM);
+    add_release<Region::l1_arrival>(cta, ring.slot,
+                                    l1_arrival_increment(shape_of_kernel(), row, valid));
+  }
+  return true;
+}
+
+// The first rows of the pool are brought by all warps, one or two by each: math has nothing else to
+// do yet, and every CTA's first item needs a whole block. None of them waits for the ring, so they
+// stop well before its first lap does (each expert may leave a block partly empty).
+inline constexpr uint32_t kEarlyWarps = kPullWarps + kMathWarps;
+JMM_DEVICE uint32_t num_early_rows(const Cta& cta) {
+  const uint32_t rows = cta.control->row_start[kLocalExperts];
+  constexpr uint32_t kFirstLap =
+      kShape.ring_blocks > kLocalExperts ? (kShape.ring_blocks - kLocalExperts) * kBlockM : 0;
+  const uint32_t warps = kEarlyWarps * gridDim.x;
+  return min_of(min_of(rows, rows >= 4 * warps ? 2 * warps : warps), kFirstLap);
+}
+// `warp`: of the kEarlyWarps of this CTA.
+JMM_DEVICE bool pull_early_rows(const Cta& cta, uint32_t warp) {
+  const uint32_t end = num_early_rows(cta);
+  uint32_t expert = 0;
+  for (uint32_t row = blockIdx.x + warp * gridDim.x; row < end; row += kEarlyWarps * gridDim.x) {
+    if (!pull_pool_row(cta, row, expert)) return false;
+  }
+  return true;
+}
+
+// Once rows may be pulled, or never will be, math is told.
+JMM_DEVICE void release_math() { named_barrier_arrive(kBarrierRows, kMathThreads + 32); }
+JMM_DEVICE void math_pull_role(const Cta& cta) {
+  named_barrier_sync(kBarrierRows, kMathThreads + 32);
+  if (gave_up(cta)) return;
+  Trace trace(cta, threadIdx.x / 128, TraceName::kPull, threadIdx.x % 128 == 0);
+  if (!pull_early_rows(cta, kPullWarps + threadIdx.x / 32)) give_up(cta);
+}
+
 // The pull role: rows in pool order, spread over all pull warps of the rank, so that the first
 // blocks are complete first.
 JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
-  const SharedControl& control = *cta.control;
   const uint32_t lane = threadIdx.x % 32;
   if (blockIdx.x == 0 && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
+  bool listed;
   {
     Trace trace(cta, kTracePull + pull_warp, TraceName::kWaitRanks, lane == 0);
-    if (!wait_call_barrier(cta, kRowsListed)) return give_up(cta);
+    listed = wait_call_barrier(cta, kRowsListed);
+    if (!listed) give_up(cta);
     __syncwarp();
   }
-  const uint32_t num_rows = control.row_start[kLocalExperts];
+  if (pull_warp == 0) release_math();
+  if (!listed) return;
+  Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
+  if (!pull_early_rows(cta, pull_warp)) return give_up(cta);
+  const uint32_t num_rows = cta.control->row_start[kLocalExperts];
   uint32_t expert = 0;
-  for (uint32_t pool_row = blockIdx.x + pull_warp * gridDim.x; pool_row < num_rows;
-       pool_row += kPullWarps * gridDim.x) {
-    while (pool_row >= control.row_start[expert + 1]) ++expert;
-    const uint32_t position = pool_row - control.row_start[expert];
-    const uint32_t rows = control.row_start[expert + 1] - control.row_start[expert];
-    const uint32_t pool_block = control.block_start[expert] + position / kBlockM;
-    const uint32_t row = position % kBlockM;
-    const RingPosition ring = ring_position(shape_of_kernel(), pool_block);
-    if (ring.lap > 0) {
-      bool free = true;
-      if (lane == 0) {
-        free = wait_at_least<Region::l1_empty, LoadGpu32>(cta, ring.slot,
-                                                          l1_empty_target(shape_of_kernel(), ring.lap));
-      }
-      if (!__shfl_sync(~0u, free, 0)) return give_up(cta);
-      __syncwarp();
-    }
-    Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0, pool_block);
-    const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
-    const uint32_t topk_slot =
-        region<Region::src_token_topk_idx>(cta.local())[source.rank * kShape.max_slots_per_rank() +
-                                                        control.list_start[source.rank][expert] +
-                                                        source.index];
-    if (lane == 0) {
-      region<Region::l1_topk_weights>(cta.local())[ring.slot * kBlockM + row] =
-          region<Region::topk_weights>(cta.args.base[source.rank])[topk_slot];
-      region<Region::token_src_metadata>(cta.local())[uint64_t{pool_block} * kBlockM + row] = {
-          source.rank, topk_slot};
-    }
-    pull_row(cta, source.rank, topk_slot / kTopK, ring.slot, row);
-    fence_proxy_async_global();  // the copy engine reads what this lane has written
-    __syncwarp();
-    if (lane == 0) {
-      const uint32_t valid = min_of(rows - (position - row), kBlockM);
-      add_release<Region::l1_arrival>(cta, ring.slot, l1_arrival_increment(shape_of_kernel(), row, valid));
-    }
+  for (uint32_t row = num_early_rows(cta) + blockIdx.x + pull_warp * gridDim.x; row < num_rows;
+       row += kPullWarps * gridDim.x) {
+    if (!pull_pool_row(cta, row, expert)) return give_up(cta);
   }
 }
 

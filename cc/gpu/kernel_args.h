@@ -11,37 +11,48 @@ inline constexpr const char* kRoleNames[] = {"prologue", "weight loader", "activ
                                              "dispatch", "math",          "combine"};
 enum class FailureKind : uint32_t {
   kNone = 0,
-  kTimeout,          // region, index, wanted, seen
-  kOutOfRange,       // checked mode: index = slot, seen = expert id (two's complement)
-  kNumTokens,        // seen = num_tokens
-  kRankMismatch,     // wanted = rank of the buffer, seen = rank of the program
+  kTimeout,       // region, index, wanted, seen
+  kOutOfRange,    // checked mode: index = slot, seen = expert id (two's complement)
+  kNumTokens,     // seen = num_tokens
+  kRankMismatch,  // wanted = rank of the buffer, seen = rank of the program
 };
 
 // Written by one thread of a rank's kernel into host memory, `kind` last.
 struct FailureRecord {
-  uint32_t kind;    // FailureKind
+  uint32_t kind;  // FailureKind
   uint32_t rank;
-  uint32_t cta;     // one per SM
+  uint32_t cta;  // one per SM
   uint32_t sm;
   uint32_t role;    // Role
   uint32_t region;  // Region of the counter; kSharedBarrier: a barrier within the CTA
   uint64_t index;   // element of the region
   uint64_t wanted;
   uint64_t seen;
-  uint32_t count;   // kOutOfRange: number of such slots
+  uint32_t count;  // kOutOfRange: number of such slots
   uint32_t reserved;
 };
 inline constexpr uint32_t kSharedBarrier = 0xFFFFFFFFu;
 
 // One interval of one role, in nanoseconds of %globaltimer. Only with JMM_TRACE.
 enum class TraceName : uint32_t {
-  kStageInput = 0, kListRoutes, kWaitCounts, kWaitRanks, kPull, kWaitRing,
-  kLinear1, kSwiglu, kLinear2, kPush, kWaitRows, kWaitResults, kCombine
+  kStageInput = 0,
+  kListRoutes,
+  kWaitCounts,
+  kWaitRanks,
+  kPull,
+  kWaitRing,
+  kLinear1,
+  kSwiglu,
+  kLinear2,
+  kPush,
+  kWaitRows,
+  kWaitResults,
+  kCombine
 };
 inline constexpr const char* kTraceNames[] = {
-    "stage input", "list routes", "wait: counts", "wait: ranks",   "pull",    "wait: ring",
-    "linear 1",    "swiglu",      "linear 2",     "push",          "wait: rows", "wait: results",
-    "combine"};
+    "stage input", "list routes",   "wait: counts", "wait: ranks", "pull",
+    "wait: ring",  "linear 1",      "swiglu",       "linear 2",    "push",
+    "wait: rows",  "wait: results", "combine"};
 struct TraceEvent {
   uint64_t begin;
   uint64_t end;
@@ -52,46 +63,53 @@ inline constexpr uint32_t kTraceLanes = 8;     // math warpgroups 0..3, loaders,
 inline constexpr uint32_t kTraceEvents = 512;  // per lane; later ones are dropped
 // trace is [num_ctas][kTraceLanes] counters (uint32), then [num_ctas][kTraceLanes][kTraceEvents].
 
-// Words of abort_flag. Word 0 holds the bits below; word 1 counts deliberate faults that were served;
-// the others collect what CTAs find out about expert ids, the first such slot as its complement.
+// Words of abort_flag. Word 0 holds the bits below; word 1 counts deliberate faults that were
+// served; the others collect what CTAs find out about expert ids, the first such slot as its
+// complement.
 inline constexpr uint32_t kServedFaults = 1, kOutOfRangeCount = 2, kOutOfRangeFirst = 3;
-inline constexpr uint32_t kFailed = 1;   // a record was written: y becomes NaN, the protocol goes on
+inline constexpr uint32_t kFailed = 1;  // a record was written: y becomes NaN, the protocol goes on
 inline constexpr uint32_t kAborted = 2;  // a wait timed out: every role leaves
 inline constexpr uint32_t kAbortWords = 16;
 
-enum StatusWord : uint32_t { kStatusOutOfRange = 0, kStatusReceivedRows, kStatusPoolBlocks, kStatusRingLaps, kNumStatusWords };
+enum StatusWord : uint32_t {
+  kStatusOutOfRange = 0,
+  kStatusReceivedRows,
+  kStatusPoolBlocks,
+  kStatusRingLaps,
+  kNumStatusWords
+};
 
 struct KernelArgs {
   void* base[kMaxRanks];  // every rank's symmetric buffer, as this device maps it
 
-  const void* x;          // BF16 [num_rows][hidden], or E4M3 codes if x_sf is set
-  const uint8_t* x_sf;    // UE8M0 [num_rows][hidden / 32], or null
-  const void* topk_idx;   // int32 or int64 [num_rows][top_k]
+  const void* x;         // BF16 [num_rows][hidden], or E4M3 codes if x_sf is set
+  const uint8_t* x_sf;   // UE8M0 [num_rows][hidden / 32], or null
+  const void* topk_idx;  // int32 or int64 [num_rows][top_k]
   const float* topk_weights;
   const int32_t* num_tokens;  // null: all rows
   const int32_t* ep_rank;     // rank in the program, checked against `rank`; null: not checked
   const uint8_t* w13;         // packed chunks, see tile_config.h
   const uint8_t* w13_base;    // UE8M0 byte of every weight row [E/R][2 * intermediate]
   const uint8_t* w2;
-  const uint8_t* w2_base;     // [E/R][hidden]
+  const uint8_t* w2_base;  // [E/R][hidden]
 
-  uint16_t* y;         // BF16 [num_rows][hidden]
-  int32_t* received;   // [E/R]
-  int32_t* status;     // StatusWord
+  uint16_t* y;        // BF16 [num_rows][hidden]
+  int32_t* received;  // [E/R]
+  int32_t* status;    // StatusWord
 
-  uint32_t* abort_flag;      // kAbortWords words of device memory of this rank, all zero at launch
-  FailureRecord* failure;    // host memory, mapped
-  void* scratch;             // scratch_bytes_per_cta() * num_ctas, this rank's own device memory
-  void* trace;               // null without JMM_TRACE
+  uint32_t* abort_flag;    // kAbortWords words of device memory of this rank, all zero at launch
+  FailureRecord* failure;  // host memory, mapped
+  void* scratch;           // scratch_bytes_per_cta() * num_ctas, this rank's own device memory
+  void* trace;             // null without JMM_TRACE
 
   uint64_t timeout_ns;
-  float swiglu_limit;        // +infinity: no clamp
+  float swiglu_limit;  // +infinity: no clamp
   uint32_t rank;
   uint32_t num_rows;
   uint32_t topk_idx_is_64bit;
   uint32_t checked;
-  uint32_t fault_region;     // deliberate fault: this rank's next signal to a counter of that Region
-                             // is lost; 0xFFFFFFFF: none
+  uint32_t fault_region;  // deliberate fault: this rank's next signal to a counter of that Region
+                          // is lost; 0xFFFFFFFF: none
 };
 
 // Linear 1's values of a first pass wait here for the scale of the second.

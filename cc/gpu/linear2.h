@@ -21,13 +21,13 @@ class Linear2Item {
   JMM_DEVICE void run() {
     float acc[kBlocks][N / 2];
     {
-      Trace trace(cta_, math_.warpgroup, TraceName::kLinear2, thread_ % 128 == 0,
-                  item_.pool_block);
+      Trace trace(cta_, math_.warpgroup, TraceName::kLinear2, thread_ % 128 == 0, item_.pool_block);
       multiply<Phase2, N>(math_, acc);
     }
     Trace trace(cta_, math_.warpgroup, TraceName::kPush, thread_ % 128 == 0, item_.pool_block);
     // The item's rows are in shared memory or used: the slot's next lap may overwrite them.
-    if (thread_ == 0) add_release<Region::l2_empty>(cta_, item_.slot, valid_chunks<Phase2>(item_.n));
+    if (thread_ == 0)
+      add_release<Region::l2_empty>(cta_, item_.slot, valid_chunks<Phase2>(item_.n));
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
       const uint32_t row = item_.n * kTileRows<Phase2> + (math_.warpgroup * kBlocks + b) * 64;
@@ -50,10 +50,8 @@ class Linear2Item {
                           math_.warp * 16 + math_.lane / 4;
     const float scale[2] = {ue8m0_to_float(base[0]) * kUnit, ue8m0_to_float(base[8]) * kUnit};
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
-    const uint32_t units =
-        shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
-    const uint64_t* header =
-        reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
+    const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
+    const uint64_t* header = reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
     const auto place = [&](uint32_t token, uint32_t chunk) {
       return staging + token * 128 + (chunk ^ (token % 8)) * 16;
     };
@@ -75,8 +73,9 @@ class Linear2Item {
         }
         const uint32_t matrix = math_.lane / 8;
         if constexpr (kSlab >= 16) {
-          stmatrix_x4_trans(place(8 * (i + matrix / 2) + math_.lane % 8, 2 * math_.warp + matrix % 2),
-                            v[0], v[1], v[2], v[3]);
+          stmatrix_x4_trans(
+              place(8 * (i + matrix / 2) + math_.lane % 8, 2 * math_.warp + matrix % 2), v[0], v[1],
+              v[2], v[3]);
         } else {
           stmatrix_x2_trans(place(math_.lane % 8, 2 * math_.warp + matrix % 2), v[0], v[1]);
         }

@@ -1,5 +1,5 @@
-// loaders.h: the warps that fill the stages. One lane each: the weight loader, which also takes items
-// of work and tells the other roles, and the activation loader.
+// loaders.h: the warps that fill the stages. One lane each: the weight loader, which also takes
+// items of work and tells the other roles, and the activation loader.
 #pragma once
 
 #include "gpu/dispatch.h"
@@ -38,16 +38,14 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
   for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
     const uint32_t tile = item.n * P::kPasses + pass;
     const uint32_t chunks = valid_chunks<P>(tile);
-    const uint8_t* source =
-        weights + (uint64_t{item.expert} * kChunks + tile * kTileChunks<P>) *
-                      (uint64_t{kKBlocks<P>} * kChunkBytes);
+    const uint8_t* source = weights + (uint64_t{item.expert} * kChunks +
+                                       tile * kTileChunks<P>)*(uint64_t{kKBlocks<P>} * kChunkBytes);
     for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
       mbarrier_wait(cta, empty_barrier(cta, at.index), at.parity ^ 1);
       if (gave_up(cta)) return;
       if (k + kEarly == kKBlocks<P> && pass + 1 == valid_passes<P>(item.n)) almost_done();
       const uint32_t full = full_barrier(cta, at.index);
-      const uint32_t stage =
-          cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
+      const uint32_t stage = cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
       mbarrier_arrive_expect_tx(full, chunks * kChunkBytes);
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
         bulk_load(stage + chunk * kChunkBytes,
@@ -102,8 +100,14 @@ JMM_DEVICE void weight_role(const Cta& cta) {
     uint32_t number = atom_add_relaxed_gpu(counter, 1);
     for (; walk.find(number, &block); ++index) {
       const RingPosition ring = ring_position(shape_of_kernel(), block.pool_block);
-      const Item item = {static_cast<uint32_t>(block.phase), block.expert, block.n_block,
-                         block.pool_block, block.valid_m, ring.slot, ring.lap, 0};
+      const Item item = {static_cast<uint32_t>(block.phase),
+                         block.expert,
+                         block.n_block,
+                         block.pool_block,
+                         block.valid_m,
+                         ring.slot,
+                         ring.lap,
+                         0};
       pass_on(cta, index, item);
       // Not earlier than its latency takes: at the end of a call, an item that waits behind another
       // is one that a free CTA could have done.
@@ -123,8 +127,8 @@ JMM_DEVICE void weight_role(const Cta& cta) {
   }
   if (gave_up(cta) && !aborted(cta)) {
     record_failure(cta, FailureKind::kTimeout, kSharedBarrier,
-                   control.stuck_barrier - shared_address(&control),
-                   control.stuck_parity ^ 1, control.stuck_parity);
+                   control.stuck_barrier - shared_address(&control), control.stuck_parity ^ 1,
+                   control.stuck_parity);
   }
   Item last = {};
   last.phase = gave_up(cta) ? kAbortItem : kEndItem;
@@ -232,8 +236,8 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
       }
       header[token] = entry;
     }
-    const uint8_t* from = cta.args.w13_base + uint64_t{item.expert} * Phase1::kRows +
-                          item.n * kItemRows<Phase1>;
+    const uint8_t* from =
+        cta.args.w13_base + uint64_t{item.expert} * Phase1::kRows + item.n * kItemRows<Phase1>;
     for (uint32_t row = lane * 8; row < kItemRows<Phase1>; row += 256) {
       *reinterpret_cast<uint2*>(base + row) = __ldg(reinterpret_cast<const uint2*>(from + row));
     }
@@ -265,13 +269,13 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
 JMM_DEVICE bool wait_for_rows(const Cta& cta, const Item& item) {
   Trace trace(cta, kTraceActs, TraceName::kWaitRows, true, item.pool_block);
   if (item.phase == 0) {
-    return wait_at_least<Region::l1_arrival, LoadGpu32>(cta, item.slot,
-                                                        l1_arrival_target(shape_of_kernel(), item.lap)) &&
+    return wait_at_least<Region::l1_arrival, LoadGpu32>(
+               cta, item.slot, l1_arrival_target(shape_of_kernel(), item.lap)) &&
            wait_at_least<Region::l2_empty, LoadGpu32>(cta, item.slot,
                                                       l2_empty_target(shape_of_kernel(), item.lap));
   }
-  return wait_at_least<Region::l2_arrival, LoadGpu32>(cta, item.slot,
-                                                      l2_arrival_target(shape_of_kernel(), item.lap));
+  return wait_at_least<Region::l2_arrival, LoadGpu32>(
+      cta, item.slot, l2_arrival_target(shape_of_kernel(), item.lap));
 }
 
 // One warp.

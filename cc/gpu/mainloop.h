@@ -101,8 +101,8 @@ JMM_DEVICE uint2 widen_entry(uint32_t table, uint32_t exponents, uint32_t shift)
 // Group is a compile-time constant in every caller's unrolled loop.
 JMM_DEVICE void widen_e4m3(const PackedFragment& packed, uint32_t group, uint32_t table,
                            uint32_t (&out)[4]) {
-  widen_word_e4m3(word_of(packed, group, 0), widen_entry(table, packed.scales.x, 4 * group),
-                  out[0], out[2]);
+  widen_word_e4m3(word_of(packed, group, 0), widen_entry(table, packed.scales.x, 4 * group), out[0],
+                  out[2]);
   widen_word_e4m3(word_of(packed, group, 1), widen_entry(table, packed.scales.x, 16 + 4 * group),
                   out[1], out[3]);
 }
@@ -160,10 +160,8 @@ JMM_DEVICE void rescale(uint32_t ratios, uint32_t lane, float (&acc)[kBlocks][N 
 //
 // Where a token's scale changes every 128 of K, the sums stay in the tensor core's accumulators as
 // well, in the unit of the stage at hand: before a stage they are multiplied by the ratio of two
-// scales, which the activation loader has put beside the tokens. Two warpgroups take turns, so that
-// one multiplies matrices while the other rescales: left alone, they do both at the same time.
-// Separate partial sums, added up with FFMA, need registers that wide tiles do not have and were a
-// third slower (docs/performance.md).
+// scales, which the activation loader has put beside the tokens. Separate partial sums, added up with
+// FFMA, need registers that wide tiles do not have and were a third slower (docs/performance.md).
 template <class P, uint32_t N>
 JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   constexpr uint32_t kBlocks = P::kRowBlocks, kHalves = kBf16 ? 2 : 1;
@@ -192,9 +190,6 @@ JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   math.wait_full();
   load(math.at.index);
   widen(0);
-  constexpr bool kTurns = P::kRescale && kTile.math_warpgroups == 2;
-  const uint32_t own_turn = kBarrierTurn + math.warpgroup, next_turn = 2 * kBarrierTurn + 1 - own_turn;
-  if (kTurns && math.warpgroup == 1) named_barrier_arrive(next_turn, 256);  // the first begins
   uint32_t previous = kStages;  // none
   for (uint32_t k = 0; k < kKBlocks<P>; ++k) {
     const uint32_t stage = math.at.index;
@@ -206,7 +201,6 @@ JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
 #pragma unroll
       for (uint32_t b = 0; b < kBlocks; ++b) pin(acc[b]);
       rescale<N>(math.scales(stage), math.lane, acc);  // of the first stage: by one
-      if constexpr (kTurns) named_barrier_sync(own_turn, 256);
     }
 #pragma unroll
     for (uint32_t group = 0; group < 4; ++group) {
@@ -230,11 +224,7 @@ JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
         wgmma_wait<1>();
         if (!P::kRescale && group == 0 && previous != kStages) math.release(previous);
         widen(group + 1);
-      } else {
-        if (kTurns && (math.warpgroup == 0 || k + 1 < kKBlocks<P>)) {
-          named_barrier_arrive(next_turn, 256);
-        }
-        if (k + 1 == kKBlocks<P>) break;
+      } else if (k + 1 < kKBlocks<P>) {
         math.wait_full();
         load(math.at.index);
         wgmma_wait<1>();

@@ -41,17 +41,20 @@ JMM_DEVICE void check_rank(const Cta& cta) {
 JMM_DEVICE void producers(Cta& cta) {
   const uint32_t thread = threadIdx.x - kMathThreads, warp = thread / 32;
   cta.role = Role::kScheduler;
+  bool counted;
   {
     Trace trace(cta, kTraceWeights, TraceName::kWaitCounts, thread == 0);
-    receive_counts(cta, thread);
+    counted = receive_counts(cta, thread);
   }
-  if (blockIdx.x == 0 && !gave_up(cta)) report_counts(cta, thread);
+  if (blockIdx.x == 0 && counted) report_counts(cta, thread);
   if (warp == kWeightWarp) {
     if (thread % 32 == 0) weight_role(cta);
   } else if (warp == kActWarp) {
     cta.role = Role::kActLoader;
     act_role(cta);
-  } else if (!gave_up(cta)) {
+  } else if (!counted) {
+    if (warp == kFirstPullWarp) release_math();
+  } else {
     cta.role = Role::kDispatch;
     pull_role(cta, warp - kFirstPullWarp);
   }
@@ -72,6 +75,8 @@ struct RunItem {
 };
 
 JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
+  cta.role = Role::kDispatch;
+  math_pull_role(cta);
   cta.role = Role::kMath;
   Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
   for (uint32_t i = 0;; ++i) {

@@ -16,9 +16,8 @@ inline constexpr TileConfig kTile = tile_config(kGranularity, JMM_TILE);
 // The buffer's layout, and the same with the tile's M-blocks. Functions, because device code cannot
 // refer to a constant of class type.
 JMM_HD constexpr MoeShape layout_shape_of_kernel() {
-  return {JMM_NUM_RANKS,    JMM_NUM_EXPERTS, JMM_TOP_K,  JMM_HIDDEN,
-          JMM_INTERMEDIATE, JMM_MAX_TOKENS,  kMaxBlockM, JMM_RING_BLOCKS,
-          kMinBlockM,       kBf16 ? 2u : 1u};
+  return {JMM_NUM_RANKS,  JMM_NUM_EXPERTS, JMM_TOP_K,       JMM_HIDDEN, JMM_INTERMEDIATE,
+          JMM_MAX_TOKENS, kMaxBlockM,      JMM_RING_BLOCKS, kMinBlockM, kBf16 ? 2u : 1u};
 }
 JMM_HD constexpr MoeShape shape_of_kernel() {
   return call_shape(layout_shape_of_kernel(), tile_config(kGranularity, JMM_TILE));
@@ -57,8 +56,8 @@ inline constexpr uint32_t kWeightWarp = 0, kActWarp = 1, kFirstPullWarp = 2, kPu
 
 // Named barriers; 0 is __syncthreads.
 inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2;
-inline constexpr uint32_t kBarrierWarpgroup = 3;  // and the next three
-inline constexpr uint32_t kBarrierTurn = 7;       // and the next
+inline constexpr uint32_t kBarrierRows = 3;       // rows may be pulled
+inline constexpr uint32_t kBarrierWarpgroup = 4;  // and the next three
 
 // ---- shapes of the two products ----
 
@@ -100,7 +99,7 @@ inline constexpr uint32_t kStageBytes = kActStageBytes + kWeightStageBytes + kSc
 static_assert(kActStageBytes % 1024 == 0);
 
 inline constexpr uint32_t kMaxStages = 12;
-inline constexpr uint32_t kItemSlots = 2;  // the one in work and the next
+inline constexpr uint32_t kItemSlots = 2;         // the one in work and the next
 inline constexpr uint32_t kSharedLimit = 232448;  // bytes a CTA may use on sm_90
 
 // One item of work as the roles pass it on.
@@ -125,8 +124,8 @@ struct SharedControl {
   uint64_t item_full[kItemSlots];
   uint64_t item_empty[kItemSlots];
   alignas(16) Item items[kItemSlots];
-  // What the epilogue of an item needs of each token: linear 1, routing weight (FP32 bits); linear 2,
-  // address of the result's row. The unit of a token's sums. The scale byte of each weight row.
+  // What the epilogue of an item needs of each token: linear 1, routing weight (FP32 bits); linear
+  // 2, address of the result's row. The unit of a token's sums. The scale byte of each weight row.
   alignas(16) uint2 token_header[kItemSlots][kBlockM];
   alignas(16) float token_unit[kItemSlots][kBlockM];
   alignas(16) uint8_t row_base[kItemSlots][256];
@@ -137,7 +136,7 @@ struct SharedControl {
   uint32_t recv_count[kRanks][kLocalExperts];
   uint32_t list_start[kRanks][kLocalExperts];  // first row of an expert in a source's list
   uint64_t epoch;
-  uint32_t failed;  // a role of this CTA gave up: the others leave too
+  uint32_t failed;                       // a role of this CTA gave up: the others leave too
   uint32_t stuck_barrier, stuck_parity;  // what timed out within the CTA; they follow `failed`
   uint32_t role_failed, role_stuck_barrier, role_stuck_parity;  // the same between roles
   // Epilogues.

@@ -49,12 +49,18 @@ JMM_DEVICE void red_add_release_sys(uint64_t* p, uint64_t v) {
 }
 JMM_DEVICE uint32_t atom_add_relaxed_gpu(uint32_t* p, uint32_t v) {
   uint32_t old;
-  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
   return old;
 }
 JMM_DEVICE uint32_t atom_or_acq_rel_gpu(uint32_t* p, uint32_t v) {
   uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.or.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(p), "r"(v)
+               : "memory");
   return old;
 }
 JMM_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -149,8 +155,8 @@ JMM_DEVICE bool mbarrier_try_wait_parity(uint32_t bar, uint32_t parity) {
       : "memory");
   return done != 0;
 }
-// Waits for a phase, at most `timeout_ns`, or until the word `failed` is not zero; on a timeout sets
-// it to 1 and stores `bar` and `parity` behind it. One block of assembly, because the compiler
+// Waits for a phase, at most `timeout_ns`, or until the word `failed` is not zero; on a timeout
+// sets it to 1 and stores `bar` and `parity` behind it. One block of assembly, because the compiler
 // serialises tensor-core work around a loop that it has to take for divergent.
 JMM_DEVICE void mbarrier_wait_parity_bounded(uint32_t bar, uint32_t parity, uint32_t failed,
                                              uint64_t timeout_ns) {
@@ -188,8 +194,8 @@ JMM_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
 // Global to shared memory; its bytes complete on the mbarrier. 16-byte sizes and addresses.
 JMM_DEVICE void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          dst),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }

@@ -1,7 +1,7 @@
 // swiglu.h: token path, stage 3. The epilogue of linear 1: clamp, SwiGLU, routing weight, FP8.
 //
-// After linear 1 a thread holds, for each 64-row block b and tokens 8c + 2q + {0, 1}, the gate and the
-// up value of one channel: acc[b][4c + t] and acc[b][4c + 2 + t]. The activated value takes the
+// After linear 1 a thread holds, for each 64-row block b and tokens 8c + 2q + {0, 1}, the gate and
+// the up value of one channel: acc[b][4c + t] and acc[b][4c + 2 + t]. The activated value takes the
 // gate's place.
 #pragma once
 
@@ -38,7 +38,8 @@ JMM_DEVICE float scaled_or_nan(float v, float reciprocal) {
   return scaled + scaled * 0.0f;
 }
 
-// One step of the reduction below: a lane keeps one half of its packs and gives the other half away.
+// One step of the reduction below: a lane keeps one half of its packs and gives the other half
+// away.
 template <uint32_t kHalf, uint32_t kDistance, uint32_t kPacks>
 JMM_DEVICE uint32_t halve_packs(uint32_t (&pack)[kPacks], uint32_t lane) {
   const bool upper = (lane & kDistance) != 0;
@@ -51,9 +52,9 @@ JMM_DEVICE uint32_t halve_packs(uint32_t (&pack)[kPacks], uint32_t lane) {
   return upper ? kHalf : 0;
 }
 
-// Maximum of 16-bit halves over the eight lanes that share q. On entry pack[c] belongs to token pair
-// 4c + q; on return the lane holds those of c = first ... first + max(kPacks / 8, 1) - 1, or, of fewer
-// than eight packs, all.
+// Maximum of 16-bit halves over the eight lanes that share q. On entry pack[c] belongs to token
+// pair 4c + q; on return the lane holds those of c = first ... first + max(kPacks / 8, 1) - 1, or,
+// of fewer than eight packs, all.
 template <uint32_t kPacks>
 JMM_DEVICE uint32_t reduce_over_rows(uint32_t (&pack)[kPacks], uint32_t lane) {
   if constexpr (kPacks < 8) {
@@ -72,8 +73,9 @@ JMM_DEVICE uint32_t reduce_over_rows(uint32_t (&pack)[kPacks], uint32_t lane) {
   }
 }
 
-// One item of linear 1 by one math thread: all passes, and the epilogue. N columns cover its tokens;
-// a function for each N, because accumulators of different shapes do not share registers well.
+// One item of linear 1 by one math thread: all passes, and the epilogue. N columns cover its
+// tokens; a function for each N, because accumulators of different shapes do not share registers
+// well.
 template <uint32_t N>
 class SwigluItem {
  public:
@@ -310,12 +312,11 @@ class SwigluItem {
       store_bf16(b, values);
     }
   }
-  // E4M3 and back, scaled back: exact in BF16. Scales are powers of two, their reciprocals too; byte
-  // 254 is never reached (see docs/numerics.md).
+  // E4M3 and back, scaled back: exact in BF16. Scales are powers of two, their reciprocals too;
+  // byte 254 is never reached (see docs/numerics.md).
   JMM_DEVICE uint32_t rounded_pair(float low, float high, uint2 reciprocal) const {
-    const float2 v =
-        cvt_f32x2_e4m3x2(cvt_e4m3x2(scaled_or_nan(low, bits_float(reciprocal.x)),
-                                    scaled_or_nan(high, bits_float(reciprocal.y))));
+    const float2 v = cvt_f32x2_e4m3x2(cvt_e4m3x2(scaled_or_nan(low, bits_float(reciprocal.x)),
+                                                 scaled_or_nan(high, bits_float(reciprocal.y))));
     return cvt_bf16x2(v.x * bits_float(0x7F000000u - reciprocal.x),
                       v.y * bits_float(0x7F000000u - reciprocal.y));
   }

@@ -1,8 +1,8 @@
 // tile_config.h: every tuned number of the sm_90a kernel, with its reason. Host and device.
 //
 // Weights are the rows of a tile (wgmma's M, in blocks of 64, from registers), tokens its columns
-// (wgmma's N, from shared memory). One tile configuration is compiled for one kernel; the host picks
-// it from the number of rows an expert is expected to receive.
+// (wgmma's N, from shared memory). One tile configuration is compiled for one kernel; the host
+// picks it from the number of rows an expert is expected to receive.
 #pragma once
 
 #include "protocol/shape.h"
@@ -11,9 +11,9 @@ namespace jax_megamoe::gpu {
 
 // Elements of an activation row that share one scale.
 enum class Granularity : uint32_t {
-  kRow = 0,     // linear 1's input: the whole row; linear 2's input: 128
-  k32 = 32,     // exact MXFP8; BF16 tensor cores
-  k128 = 128,   // FP8 tensor cores, sums rescaled every 128
+  kRow = 0,    // linear 1's input: the whole row; linear 2's input: 128
+  k32 = 32,    // exact MXFP8; BF16 tensor cores
+  k128 = 128,  // FP8 tensor cores, sums rescaled every 128
 };
 
 inline constexpr uint32_t kBlockK = 128;           // K of one pipeline stage
@@ -53,7 +53,7 @@ inline constexpr TileConfig kFp8Tiles[] = {
     {16, 4, 1, 1, 1, "up to 16 rows per expert, HBM-bound"},
     {32, 4, 1, 1, 1, "up to 32 rows per expert, close to HBM-bound"},
     {64, 4, 1, 1, 1, "one pass over the weights matters more than the tile's own rate"},
-    {128, 2, 2, 1, 1, "two row blocks share each token fragment; linear 2 in small items"},
+    {128, 2, 2, 2, 1, "two row blocks share each token fragment"},
     {256, 2, 1, 1, 2, "widening is amortised over 256 tokens; two passes make one scale group"},
 };
 // BF16 tensor cores (granularity 32).
@@ -74,12 +74,11 @@ JMM_HD constexpr TileConfig tile_config(Granularity g, uint32_t index) {
   return g == Granularity::k32 ? kBf16Tiles[index] : kFp8Tiles[index];
 }
 
-// The narrowest tile that holds most experts' rows in one block: rows per expert of a uniform router
-// are about Poisson distributed, and mean + 1.5 sqrt(mean) covers 93 % of experts. The others read
-// their weights twice, the second time from the L2; wider tiles for all cost more.
+// The narrowest tile that holds most experts' rows in one block: rows per expert of a uniform
+// router are about Poisson distributed, and mean + 1.5 sqrt(mean) covers 93 % of experts. The
+// others read their weights twice, the second time from the L2; wider tiles for all cost more.
 JMM_HD constexpr uint32_t select_tile(Granularity g, const MoeShape& shape, uint32_t num_rows) {
-  const double mean =
-      double(num_rows) * shape.num_ranks * shape.top_k / double(shape.num_experts);
+  const double mean = double(num_rows) * shape.num_ranks * shape.top_k / double(shape.num_experts);
   uint32_t index = 0;
   while (index + 1 < num_tiles(g)) {
     const double room = tile_config(g, index).block_m - mean;
@@ -94,8 +93,8 @@ JMM_HD constexpr MoeShape layout_shape(MoeShape shape, Granularity g, uint64_t r
   shape.block_m = kMaxBlockM;
   shape.min_block_m = kMinBlockM;
   shape.act_bytes = g == Granularity::k32 ? 2 : 1;
-  // A quarter of a balanced call's rows: two to three waves of the schedule. Never less than a block
-  // of every expert, so that small calls need not wait.
+  // A quarter of a balanced call's rows: two to three waves of the schedule. Never less than a
+  // block of every expert, so that small calls need not wait.
   const uint64_t wanted =
       ring_tokens != 0 ? ring_tokens
                        : max_of<uint64_t>(4096 + uint64_t{shape.num_local_experts()} * kMaxBlockM,

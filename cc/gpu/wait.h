@@ -19,7 +19,8 @@ struct Cta {
 
 // ---- failures ----
 
-// Claims the rank's record; only the first failure is told. Aborting failures make every role leave.
+// Claims the rank's record; only the first failure is told. Aborting failures make every role
+// leave.
 JMM_DEVICE void record_failure(const Cta& cta, FailureKind kind, uint32_t region, uint64_t index,
                                uint64_t wanted, uint64_t seen, uint32_t count = 0) {
   const bool aborts = kind == FailureKind::kTimeout;
@@ -58,8 +59,8 @@ JMM_DEVICE bool aborted(const Cta& cta) {
 
 // Waits until load() has reached `wanted`. One thread. False: the call is aborted.
 template <class Load>
-JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index,
-                                       uint64_t wanted, const Load& load) {
+JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index, uint64_t wanted,
+                          const Load& load) {
   const uint64_t start = globaltimer_ns();
   for (uint32_t round = 1;; ++round) {
     const uint64_t seen = load();
@@ -142,8 +143,8 @@ JMM_DEVICE void store_release(const Cta& cta, uint32_t peer, uint64_t index, uin
 // ---- barriers of a call ----
 
 // All CTAs of this rank arrive at each. For kSlotsCounted everyone waits; at the others CTA 0 alone
-// waits, and then tells all ranks. A rank waits for its own word too: it stands for "all CTAs of this
-// rank".
+// waits, and then tells all ranks. A rank waits for its own word too: it stands for "all CTAs of
+// this rank".
 enum CallBarrier : uint32_t { kSlotsCounted = 1, kRowsListed = 2, kResultsPushed = 3 };
 inline constexpr uint32_t kCallBarriers = 3;
 
@@ -196,8 +197,7 @@ class Trace {
 #if JMM_TRACE
     if (!records) return;
     uint32_t* counts = static_cast<uint32_t*>(cta.args.trace);
-    TraceEvent* events =
-        reinterpret_cast<TraceEvent*>(counts + uint64_t{gridDim.x} * kTraceLanes);
+    TraceEvent* events = reinterpret_cast<TraceEvent*>(counts + uint64_t{gridDim.x} * kTraceLanes);
     const uint32_t row = blockIdx.x * kTraceLanes + lane;
     const uint32_t index = counts[row];
     if (index >= kTraceEvents) return;

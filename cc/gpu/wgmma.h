@@ -1,4 +1,6 @@
-// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums. Written by wgmma_gen.py.
+// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums.
+// Written by wgmma_gen.py.
+// clang-format off
 #pragma once
 
 #include "protocol/platform.h"

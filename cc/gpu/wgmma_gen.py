@@ -4,7 +4,9 @@ SIZES = {
     "e4m3": (8, 16, 32, 64, 96, 112, 128, 192, 256),
     "bf16": (8, 16, 32, 64, 128),
 }
-HEAD = '''// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums. Written by wgmma_gen.py.
+HEAD = """// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums.
+// Written by wgmma_gen.py.
+// clang-format off
 #pragma once
 
 #include "protocol/platform.h"
@@ -13,7 +15,7 @@ namespace jax_megamoe::gpu {
 
 // d += a * b, or d = a * b if not `accumulate`. a: the fragment of 64 rows; b: descriptor of N
 // columns, K-major. Only the first N / 2 elements of d are touched.
-'''
+"""
 
 
 def function(kind, n):
@@ -24,9 +26,7 @@ def function(kind, n):
     listed = ',"\n               "'.join(lines)
     a = ", ".join(f"%{count + i}" for i in range(4))
     outputs = [f'"+f"(d[{i}])' for i in range(count)]
-    outs = ",\n                 ".join(
-        ", ".join(outputs[i : i + 6]) for i in range(0, count, 6)
-    )
+    outs = ",\n                 ".join(", ".join(outputs[i : i + 6]) for i in range(0, count, 6))
     tail = ", p, 1, 1;" if kind == "e4m3" else ", p, 1, 1, 0;"
     return f'''
 template <uint32_t Size>
@@ -44,19 +44,18 @@ __device__ __forceinline__ void wgmma_m64n{n}k{k}_{kind}(float (&d)[Size], const
 
 def dispatch(kind, sizes):
     k = 32 if kind == "e4m3" else 16
-    branches = "\n  ".join(
-        f"{'' if i == 0 else 'else '}if constexpr (N == {n}) wgmma_m64n{n}k{k}_{kind}(d, a, b, accumulate);"
-        for i, n in enumerate(sizes)
+    branches = "\n  else ".join(
+        f"if constexpr (N == {n}) wgmma_m64n{n}k{k}_{kind}(d, a, b, accumulate);" for n in sizes
     )
     known = " || ".join(f"N == {n}" for n in sizes)
-    return f'''
+    return f"""
 template <uint32_t N, uint32_t Size>
 __device__ __forceinline__ void wgmma_{kind}(float (&d)[Size], const uint32_t (&a)[4], uint64_t b,
                                            uint32_t accumulate) {{
   static_assert(({known}) && Size >= N / 2);
   {branches}
 }}
-'''
+"""
 
 
 def main():
