@@ -25,6 +25,9 @@ class Linear2Item {
       multiply<Phase2, N>(math_, acc);
     }
     Trace trace(cta_, math_.warpgroup, TraceName::kPush, thread_ % 128 == 0, item_.pool_block);
+    // After an abort the addresses of results may never have been written. The warpgroup decides as
+    // one, because the barriers below need all of it.
+    if (named_barrier_or(kBarrierWarpgroup + math_.warpgroup, 128, gave_up(cta_))) return;
     // The item's rows are in shared memory or used: the slot's next lap may overwrite them.
     if (thread_ == 0)
       add_release<Region::l2_empty>(cta_, item_.slot, valid_chunks<Phase2>(item_.n));

@@ -185,6 +185,19 @@ JMM_DEVICE void mbarrier_wait_parity_bounded(uint32_t bar, uint32_t parity, uint
 JMM_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same for all of them: whether any one's `value` is true.
+JMM_DEVICE bool named_barrier_or(uint32_t id, uint32_t threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred own, all;\n"
+      "setp.ne.u32 own, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, own;\n"
+      "selp.u32 %0, 1, 0, all;\n}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return any != 0;
+}
 JMM_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
