@@ -66,13 +66,23 @@ JMM_HD uint32_t num_pool_blocks(const MoeShape& shape, const Rows& rows_of_exper
   return blocks;
 }
 
-// Blocks in the wave that starts at `start`: enough linear-1 items for every worker to get two
-// (imbalance at the wave's end), extended to the end of the expert so that its weights stay cached,
-// and never more than the ring holds.
+// Blocks a wave should have when `left` are left, before it is extended to the end of an expert and
+// cut to the ring: enough linear-1 items for every worker to get two (imbalance at the wave's end).
+// What is left is split evenly, because a short last wave leaves most workers waiting for the linear 1
+// of a few.
+JMM_HD constexpr uint32_t wave_blocks(uint32_t num_workers, uint32_t l1_items, uint32_t left) {
+  const uint32_t wanted = ceil_div(2 * num_workers, l1_items);
+  const uint32_t waves = max_of((left + wanted / 2) / wanted, 1u);
+  return ceil_div(left, waves);
+}
+
+// Blocks in the wave that starts at `start`, of `total`: see wave_blocks(). Extended to the end of the
+// expert so that its weights stay cached, and never more than the ring holds.
 template <class Rows>
 JMM_HD uint32_t wave_size(const MoeShape& shape, ItemCounts items, uint32_t num_workers,
-                          PoolCursor start, const Rows& rows_of_expert) {
-  const uint32_t wanted = min_of(ceil_div(2 * num_workers, items.linear1), shape.ring_blocks);
+                          uint32_t total, PoolCursor start, const Rows& rows_of_expert) {
+  const uint32_t wanted =
+      min_of(wave_blocks(num_workers, items.linear1, total - start.pool_block), shape.ring_blocks);
   uint32_t size = 0;
   uint32_t m_block = start.m_block;
   for (uint32_t expert = start.expert; expert < shape.num_local_experts(); ++expert) {
@@ -93,7 +103,7 @@ JMM_HD bool for_each_block(const MoeShape& shape, ItemCounts items, uint32_t wor
   wave.advance_to(0, shape, rows_of_expert);
   uint64_t next = worker;  // this worker's next item, relative to the start of the current phase
   while (wave.pool_block < total) {
-    const uint32_t size = wave_size(shape, items, num_workers, wave, rows_of_expert);
+    const uint32_t size = wave_size(shape, items, num_workers, total, wave, rows_of_expert);
     for (uint32_t phase = 0; phase < 2; ++phase) {
       const uint32_t n_blocks = phase == 0 ? items.linear1 : items.linear2;
       const uint64_t num_items = uint64_t{size} * n_blocks;
@@ -140,7 +150,7 @@ class BlockWalk {
         num_experts_(shape.num_local_experts()),
         block_m_(shape.block_m),
         ring_blocks_(shape.ring_blocks),
-        wanted_(min_of(ceil_div(2 * num_workers, l1_items), shape.ring_blocks)),
+        num_workers_(num_workers),
         items_{l1_items, l2_items},
         total_(block_start(num_experts_)) {
     start_wave(0);
@@ -180,8 +190,9 @@ class BlockWalk {
     wave_start_ = start;
     if (start >= total_) return;
     wave_expert_ = expert_of(start);
-    const uint32_t end =
-        total_ - start <= wanted_ ? total_ : block_start_(expert_of(start + wanted_ - 1) + 1);
+    const uint32_t wanted =
+        min_of(wave_blocks(num_workers_, items_[0], total_ - start), ring_blocks_);
+    const uint32_t end = block_start_(expert_of(start + wanted - 1) + 1);
     wave_size_ = min_of(end - start, ring_blocks_);
   }
 
@@ -206,7 +217,7 @@ class BlockWalk {
   uint32_t num_experts_;
   uint32_t block_m_;
   uint32_t ring_blocks_;
-  uint32_t wanted_;  // blocks of a wave, before it is extended to the end of an expert
+  uint32_t num_workers_;
   uint32_t items_[2];
   uint32_t total_;  // pool blocks
 

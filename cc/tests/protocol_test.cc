@@ -138,6 +138,21 @@ void check_schedule(const MoeShape& shape, std::mt19937& rng) {
   CHECK(visited.size() == uint64_t{total} * (shape.linear1_n_blocks() + shape.linear2_n_blocks()));
 }
 
+// Waves cover what is left in even parts, none of them short.
+void check_wave_blocks(std::mt19937& rng) {
+  const uint32_t num_workers = 1 + static_cast<uint32_t>(rng() % 200);
+  const uint32_t l1_items = 1 + static_cast<uint32_t>(rng() % 40);
+  const uint32_t wanted = ceil_div(2 * num_workers, l1_items);
+  uint32_t left = 1 + static_cast<uint32_t>(rng() % 2000);
+  while (left > 0) {
+    const uint32_t size = wave_blocks(num_workers, l1_items, left);
+    CHECK(size >= 1 && size <= left);
+    CHECK(size == left || 4 * size >= 3 * wanted);
+    CHECK(2 * size <= 3 * wanted + 2);
+    left -= size;
+  }
+}
+
 bool same_block(const Block& a, const Block& b) {
   return a.phase == b.phase && a.expert == b.expert && a.m_block == b.m_block &&
          a.n_block == b.n_block && a.pool_block == b.pool_block && a.valid_m == b.valid_m;
@@ -264,6 +279,7 @@ int main() {
     jax_megamoe::check_workspace(shape);
     jax_megamoe::check_dispatch_order(rng);
     jax_megamoe::check_schedule(shape, rng);
+    jax_megamoe::check_wave_blocks(rng);
     jax_megamoe::check_block_walk(shape, rng);
     jax_megamoe::check_layout_for_narrow_blocks(shape);
   }
