@@ -64,7 +64,6 @@ JMM_DEVICE uint32_t atom_or_acq_rel_gpu(uint32_t* p, uint32_t v) {
   return old;
 }
 JMM_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-JMM_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // Orders ordinary accesses of global memory with those of the bulk copy engine.
 JMM_DEVICE void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -108,9 +107,6 @@ JMM_DEVICE void st_shared_u16(uint32_t a, uint32_t v) {
 }
 JMM_DEVICE void st_shared_u32(uint32_t a, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
-}
-JMM_DEVICE void st_shared_v2(uint32_t a, uint2 v) {
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory");
 }
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. The
 // fragments hold the matrices' columns.

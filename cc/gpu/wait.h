@@ -78,10 +78,6 @@ struct LoadGpu32 {
   const uint32_t* word;
   JMM_DEVICE uint64_t operator()() const { return ld_acquire_gpu(word); }
 };
-struct LoadGpu64 {
-  const uint64_t* word;
-  JMM_DEVICE uint64_t operator()() const { return ld_acquire_gpu(word); }
-};
 struct LoadSys64 {
   const uint64_t* word;
   JMM_DEVICE uint64_t operator()() const { return ld_acquire_sys(word); }
