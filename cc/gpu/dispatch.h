@@ -207,8 +207,9 @@ JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32
   }
 }
 
-// Brings the row that stands at `pool_row`, in pool order and without padding. `expert` is where the
-// last search ended; rows are asked for in ascending order. One warp. False: the call is aborted.
+// Brings the row that stands at `pool_row`, in pool order and without padding. `expert` is where
+// the last search ended; rows are asked for in ascending order. One warp. False: the call is
+// aborted.
 JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& expert) {
   const SharedControl& control = *cta.control;
   const uint32_t lane = threadIdx.x % 32;
@@ -228,10 +229,9 @@ JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& exper
     __syncwarp();
   }
   const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
-  const uint32_t topk_slot =
-      region<Region::src_token_topk_idx>(cta.local())[source.rank * kShape.max_slots_per_rank() +
-                                                      control.list_start[source.rank][expert] +
-                                                      source.index];
+  const uint32_t topk_slot = region<Region::src_token_topk_idx>(
+      cta.local())[source.rank * kShape.max_slots_per_rank() +
+                   control.list_start[source.rank][expert] + source.index];
   if (lane == 0) {
     region<Region::l1_topk_weights>(cta.local())[ring.slot * kBlockM + row] =
         region<Region::topk_weights>(cta.args.base[source.rank])[topk_slot];
@@ -249,16 +249,36 @@ JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& exper
   return true;
 }
 
-// The first rows of the pool are brought by all warps, one or two by each: math has nothing else to
-// do yet, and every CTA's first item needs a whole block. None of them waits for the ring, so they
-// stop well before its first lap does (each expert may leave a block partly empty).
+// In calls with many rows, the first ones are brought by all warps, one or two by each: every CTA's
+// first item needs a whole block, and math has nothing else to do yet. In small calls the pull warps
+// bring them in one round anyway, and math would only wait for its own.
 inline constexpr uint32_t kEarlyWarps = kPullWarps + kMathWarps;
+JMM_DEVICE bool early_rows_help(uint32_t tokens) {
+  return tokens * kTopK > 4 * kPullWarps * gridDim.x;
+}
+// Rows of the first `blocks` pool blocks.
+JMM_DEVICE uint32_t rows_of_first_blocks(const SharedControl& control, uint32_t blocks) {
+  if (blocks >= control.block_start[kLocalExperts]) return control.row_start[kLocalExperts];
+  uint32_t first = 0, last = kLocalExperts - 1;  // the expert of block `blocks`
+  while (first < last) {
+    const uint32_t middle = (first + last + 1) / 2;
+    if (control.block_start[middle] <= blocks) {
+      first = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  return control.row_start[first] + (blocks - control.block_start[first]) * kBlockM;
+}
+// None of the early rows waits for the ring, so they stop well before its first lap does (each expert
+// may leave a block partly empty).
 JMM_DEVICE uint32_t num_early_rows(const Cta& cta) {
-  const uint32_t rows = cta.control->row_start[kLocalExperts];
+  if (!cta.early_rows) return 0;
   constexpr uint32_t kFirstLap =
       kShape.ring_blocks > kLocalExperts ? (kShape.ring_blocks - kLocalExperts) * kBlockM : 0;
-  const uint32_t warps = kEarlyWarps * gridDim.x;
-  return min_of(min_of(rows, rows >= 4 * warps ? 2 * warps : warps), kFirstLap);
+  const uint32_t first_items = ceil_div(gridDim.x, kItems<Phase1>);  // blocks of every CTA's first
+  return min_of(min_of(rows_of_first_blocks(*cta.control, first_items), kFirstLap),
+                2 * kEarlyWarps * gridDim.x);
 }
 // `warp`: of the kEarlyWarps of this CTA.
 JMM_DEVICE bool pull_early_rows(const Cta& cta, uint32_t warp) {
@@ -271,7 +291,9 @@ JMM_DEVICE bool pull_early_rows(const Cta& cta, uint32_t warp) {
 }
 
 // Once rows may be pulled, or never will be, math is told.
-JMM_DEVICE void release_math() { named_barrier_arrive(kBarrierRows, kMathThreads + 32); }
+JMM_DEVICE void release_math(const Cta& cta) {
+  if (cta.early_rows) named_barrier_arrive(kBarrierRows, kMathThreads + 32);
+}
 JMM_DEVICE void math_pull_role(const Cta& cta) {
   named_barrier_sync(kBarrierRows, kMathThreads + 32);
   if (gave_up(cta)) return;
@@ -291,7 +313,7 @@ JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
     if (!listed) give_up(cta);
     __syncwarp();
   }
-  if (pull_warp == 0) release_math();
+  if (pull_warp == 0) release_math(cta);
   if (!listed) return;
   Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
   if (!pull_early_rows(cta, pull_warp)) return give_up(cta);

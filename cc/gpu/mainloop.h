@@ -160,8 +160,9 @@ JMM_DEVICE void rescale(uint32_t ratios, uint32_t lane, float (&acc)[kBlocks][N 
 //
 // Where a token's scale changes every 128 of K, the sums stay in the tensor core's accumulators as
 // well, in the unit of the stage at hand: before a stage they are multiplied by the ratio of two
-// scales, which the activation loader has put beside the tokens. Separate partial sums, added up with
-// FFMA, need registers that wide tiles do not have and were a third slower (docs/performance.md).
+// scales, which the activation loader has put beside the tokens. Separate partial sums, added up
+// with FFMA, need registers that wide tiles do not have and were a third slower
+// (docs/performance.md).
 template <class P, uint32_t N>
 JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   constexpr uint32_t kBlocks = P::kRowBlocks, kHalves = kBf16 ? 2 : 1;

@@ -53,7 +53,7 @@ JMM_DEVICE void producers(Cta& cta) {
     cta.role = Role::kActLoader;
     act_role(cta);
   } else if (!counted) {
-    if (warp == kFirstPullWarp) release_math();
+    if (warp == kFirstPullWarp) release_math(cta);
   } else {
     cta.role = Role::kDispatch;
     pull_role(cta, warp - kFirstPullWarp);
@@ -75,8 +75,10 @@ struct RunItem {
 };
 
 JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
-  cta.role = Role::kDispatch;
-  math_pull_role(cta);
+  if (cta.early_rows) {
+    cta.role = Role::kDispatch;
+    math_pull_role(cta);
+  }
   cta.role = Role::kMath;
   Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
   for (uint32_t i = 0;; ++i) {
@@ -125,9 +127,10 @@ extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
   SharedControl* control = reinterpret_cast<SharedControl*>(shared + kControlOffset);
   initialise(args, *control);
   __syncthreads();
-  Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
+  Cta cta = {args, control, shared_address(shared), control->epoch, false, Role::kPrologue};
   check_rank(cta);
   const uint32_t tokens = valid_tokens(cta);
+  cta.early_rows = early_rows_help(tokens);
   if (threadIdx.x == kMathThreads) prefetch_first_weights(cta, tokens);
   prologue(cta, tokens, shared);
   if (threadIdx.x >= kMathThreads) {

@@ -158,8 +158,8 @@ struct RouteTable {
 static_assert(sizeof(RouteTable) <= kControlOffset);
 inline constexpr uint32_t kRouteBatch = 8;  // loads of a thread in flight
 
-// Up to so many slots one CTA counts and lists them all: it needs no barrier in between. (3072 slots
-// take it 7 us; with a barrier, all CTAs together need 11.)
+// Up to so many slots one CTA counts and lists them all: it needs no barrier in between. (3072
+// slots take it 7 us; with a barrier, all CTAs together need 11.)
 inline constexpr uint32_t kSlotsOfOneCta = 4096;
 
 // All functions below: all threads of a CTA, slots [begin, end).

@@ -68,16 +68,16 @@ JMM_HD uint32_t num_pool_blocks(const MoeShape& shape, const Rows& rows_of_exper
 
 // Blocks a wave should have when `left` are left, before it is extended to the end of an expert and
 // cut to the ring: enough linear-1 items for every worker to get two (imbalance at the wave's end).
-// What is left is split evenly, because a short last wave leaves most workers waiting for the linear 1
-// of a few.
+// What is left is split evenly, because a short last wave leaves most workers waiting for the
+// linear 1 of a few.
 JMM_HD constexpr uint32_t wave_blocks(uint32_t num_workers, uint32_t l1_items, uint32_t left) {
   const uint32_t wanted = ceil_div(2 * num_workers, l1_items);
   const uint32_t waves = max_of((left + wanted / 2) / wanted, 1u);
   return ceil_div(left, waves);
 }
 
-// Blocks in the wave that starts at `start`, of `total`: see wave_blocks(). Extended to the end of the
-// expert so that its weights stay cached, and never more than the ring holds.
+// Blocks in the wave that starts at `start`, of `total`: see wave_blocks(). Extended to the end of
+// the expert so that its weights stay cached, and never more than the ring holds.
 template <class Rows>
 JMM_HD uint32_t wave_size(const MoeShape& shape, ItemCounts items, uint32_t num_workers,
                           uint32_t total, PoolCursor start, const Rows& rows_of_expert) {
