@@ -36,7 +36,7 @@ MANY_EXPERTS = jmm.MegaMoEConfig(896, 16, 256, 128, 96, timeout_s=10.0)
 # An odd number of blocks of 128 both ways: the last tile of both products is half empty.
 ODD_WIDTHS = jmm.MegaMoEConfig(2, 2, 2944, 2944, 64, jmm.swiglu(limit=10.0), timeout_s=10.0)
 # More slots than one CTA lists, see kSlotsOfOneCta in cc/gpu/prologue.h.
-MANY_SLOTS = with_granularity(128, max_tokens_per_rank=400)
+MANY_SLOTS = with_granularity(128, max_tokens_per_rank=1400)
 TINY_RING = with_granularity(128, ring_tokens=1)
 
 
@@ -233,8 +233,8 @@ def test_many_experts_and_slots(backend, rng, granularity, kind, tokens):
 @pytest.mark.parametrize("kind", ["out_of_range", "zipf"])
 @pytest.mark.parametrize(("backend", "granularity"), HEAVY, indirect=["backend"])
 def test_many_slots_of_several_ranks(backend, rng, granularity, kind):
-    """Listed by all CTAs of each rank, 1197 slots of one and none of the other."""
-    case = Case(rng, with_granularity(granularity, MANY_SLOTS), RANKS, 399, kind)
+    """More slots than one CTA lists: all do; then 4197 slots of one rank and none of the other."""
+    case = Case(rng, with_granularity(granularity, MANY_SLOTS), RANKS, 1399, kind)
     ranks = make(backend, case)
     ranks.launch(4, repeats=2)
     check(case, ranks)
@@ -242,7 +242,7 @@ def test_many_slots_of_several_ranks(backend, rng, granularity, kind):
     wrong = ((idx < -1) | (idx >= CONFIG.num_experts)).sum(axis=(1, 2))
     np.testing.assert_array_equal(status_of(ranks)[:, 0], wrong)
     assert (kind == "out_of_range") == bool(wrong.sum())
-    counts = np.array([399, 0])
+    counts = np.array([1399, 0])
     load_inputs(ranks, case, counts)
     ranks.poison()
     ranks.launch(4)
