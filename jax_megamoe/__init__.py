@@ -10,7 +10,7 @@ from jax_megamoe.virtual_devices import reserve_threads_at_import as _reserve_th
 
 _reserve_threads()  # before anything starts JAX's CPU back end
 
-from jax_megamoe import quantize, reference, unfused
+from jax_megamoe import checkpoints, quantize, reference, routers, unfused
 from jax_megamoe._ffi import __version__, export_checks
 from jax_megamoe.config import Activation, MegaMoEConfig, swiglu
 from jax_megamoe.errors import MegaMoEError
@@ -38,11 +38,13 @@ __all__ = [
     "buffer_bytes",
     "buffer_regions",
     "check_failures",
+    "checkpoints",
     "dequantize_weights",
     "export_checks",
     "quantize",
     "quantize_weights",
     "reference",
+    "routers",
     "swiglu",
     "to_layout",
     "unfused",
