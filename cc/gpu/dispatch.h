@@ -250,8 +250,8 @@ JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& exper
 }
 
 // In calls with many rows, the first ones are brought by all warps, one or two by each: every CTA's
-// first item needs a whole block, and math has nothing else to do yet. In small calls the pull warps
-// bring them in one round anyway, and math would only wait for its own.
+// first item needs a whole block, and math has nothing else to do yet. In small calls the pull
+// warps bring them in one round anyway, and math would only wait for its own.
 inline constexpr uint32_t kEarlyWarps = kPullWarps + kMathWarps;
 JMM_DEVICE bool early_rows_help(uint32_t tokens) {
   return tokens * kTopK > 4 * kPullWarps * gridDim.x;
@@ -270,8 +270,8 @@ JMM_DEVICE uint32_t rows_of_first_blocks(const SharedControl& control, uint32_t 
   }
   return control.row_start[first] + (blocks - control.block_start[first]) * kBlockM;
 }
-// None of the early rows waits for the ring, so they stop well before its first lap does (each expert
-// may leave a block partly empty).
+// None of the early rows waits for the ring, so they stop well before its first lap does (each
+// expert may leave a block partly empty).
 JMM_DEVICE uint32_t num_early_rows(const Cta& cta) {
   if (!cta.early_rows) return 0;
   constexpr uint32_t kFirstLap =
