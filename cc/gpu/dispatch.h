@@ -161,7 +161,9 @@ JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32
   uint8_t* tile = reinterpret_cast<uint8_t*>(region<Region::l1_acts>(cta.local())) +
                   slot * kRingBlockBytes<Phase1>;
   constexpr uint32_t kChunks = kHidden / 16;
-  constexpr uint32_t kInFlight = 4;  // loads of a lane; more do not fit the producers' registers
+  // Loads of a lane. More do not fit the producers' registers, nor does as much beside the wide
+  // values.
+  constexpr uint32_t kInFlight = kBf16 ? 2 : 4;
   for (uint32_t first = lane; first < kChunks; first += 32 * kInFlight) {
     uint4 data[kInFlight];
     uint32_t sf[kInFlight];

@@ -99,7 +99,7 @@ struct KernelArgs {
 
   uint32_t* abort_flag;    // kAbortWords words of device memory of this rank, all zero at launch
   FailureRecord* failure;  // host memory, mapped
-  void* scratch;           // scratch_bytes_per_cta() * num_ctas, this rank's own device memory
+  void* scratch;           // kScratchBytesPerCta * num_ctas, this rank's own device memory
   void* trace;             // null without JMM_TRACE
 
   uint64_t timeout_ns;
