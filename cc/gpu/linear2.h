@@ -47,11 +47,10 @@ class Linear2Item {
   // write 128 contiguous bytes of a token's row, to whichever rank it belongs.
   JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
     constexpr uint32_t kSlab = min_of(N, 32u);
-    constexpr float kUnit = kBf16 ? 1.0f : 0x1p-6f;
-    static_assert(kWidenExponent == 6);
     const uint8_t* base = cta_.control->row_base[slot_] + first_row % kItemRows<Phase2> +
                           math_.warp * 16 + math_.lane / 4;
-    const float scale[2] = {ue8m0_to_float(base[0]) * kUnit, ue8m0_to_float(base[8]) * kUnit};
+    const float scale[2] = {ue8m0_to_float(base[0]) * kWeightUnit,
+                            ue8m0_to_float(base[8]) * kWeightUnit};
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
     const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
     const uint64_t* header = reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);

@@ -79,6 +79,9 @@ JMM_DEVICE uint32_t word_of(const PackedFragment& packed, uint32_t group, uint32
 // Entry d of the table holds the E4M3 codes of the eight E2M1 magnitudes times 2^(6 - d): exact for
 // d <= 14, where 0.5 and 1.5 are still whole multiples of 2^-9. Entry 15 is zero.
 inline constexpr int kWidenExponent = 6;
+// What that leaves for the epilogues; BF16 operands carry their scales whole.
+inline constexpr float kWeightUnit = kBf16 ? 1.0f : 0x1p-6f;
+static_assert(kWidenExponent == 6);
 JMM_DEVICE void fill_widen_table(uint8_t* table, uint32_t thread) {
   if (thread >= 128) return;
   const uint32_t d = thread / 8, magnitude = thread % 8;

@@ -136,8 +136,6 @@ class SwigluItem {
 
   JMM_DEVICE void activate(uint32_t pass, const float (&acc)[kBlocks][N / 2],
                            Values& values) const {
-    constexpr float kUnit = kBf16 ? 1.0f : 0x1p-6f;
-    static_assert(kWidenExponent == 6);
     const float limit = cta_.args.swiglu_limit;
     const uint32_t q = math_.lane % 4;
     const uint32_t header = shared_address(cta_.control->token_header[slot_]) + q * 16;
@@ -146,8 +144,8 @@ class SwigluItem {
     for (uint32_t b = 0; b < kBlocks; ++b) {
       const uint8_t* base = cta_.control->row_base[slot_] + first_row(pass, b) % kItemRows<Phase1> +
                             math_.warp * 16 + math_.lane / 4;
-      const float gate_scale = ue8m0_to_float(base[0]) * kUnit;
-      const float up_scale = ue8m0_to_float(base[8]) * kUnit;
+      const float gate_scale = ue8m0_to_float(base[0]) * kWeightUnit;
+      const float up_scale = ue8m0_to_float(base[8]) * kWeightUnit;
 #pragma unroll
       for (uint32_t c = 0; c < kPacks; ++c) {
         const uint4 tokens = ld_shared_v4(header + c * 64);  // 8c + 2q and the next
