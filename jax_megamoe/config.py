@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, check_positive_int
 
 #: Elements along K that share one UE8M0 scale factor, in activations and in weights.
 SF_GROUP = 32
@@ -94,14 +94,7 @@ class MegaMoEConfig:
 
     def __post_init__(self):
         for name in ("num_experts", "top_k", "hidden", "intermediate", "max_tokens_per_rank"):
-            value = getattr(self, name)
-            check(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0,
-                name,
-                got=repr(value),
-                want="a positive int",
-                remedy="MegaMoEConfig takes static Python ints; use int(...) on numpy scalars",
-            )
+            check_positive_int(getattr(self, name), name, "MegaMoEConfig")
         check(
             self.top_k <= min(MAX_TOP_K, self.num_experts),
             "top_k",

@@ -32,3 +32,14 @@ def check_array(
             for got_d, want_d in zip(got_shape, shape, strict=True)
         )
     check(fits and str(got_dtype) in dtypes, operand, got=got, want=want, remedy=remedy)
+
+
+def check_positive_int(value: object, operand: str, owner: str) -> None:
+    """Raises `MegaMoEError` unless `value` is a positive int; `owner` is what it was passed to."""
+    check(
+        isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        operand,
+        got=repr(value),
+        want="a positive int",
+        remedy=f"{owner} takes static Python ints; use int(...) on numpy scalars",
+    )

@@ -23,7 +23,8 @@ class MegaMoERuntimeError(RuntimeError):
     """A call on GPUs failed after it was launched: a timeout, or a value that was refused.
 
     The message is the report: rank, SM, role, counter and its writer, the value wanted and the
-    value seen. Results of the failed call are NaN. The next call works.
+    value seen. After a timeout no result of the call can be used; where a value was refused, that
+    rank's results are NaN. The next call works.
     """
 
 

@@ -188,8 +188,8 @@ class MegaMoE:
         Args:
           x: [N, H] bfloat16, or a pair (codes [N, H] float8_e4m3fn or uint8, sf [N, H/32] uint8 or
             float8_e8m0fnu) that is already quantised, with equal scales within each group of
-            config.activation_granularity (checked outside of jit, where values are known). N is a
-            multiple of R', N/R' at most config.max_tokens_per_rank.
+            config.activation_granularity (checked outside of jit, where values are known, and by
+            kernels on GPUs). N is a multiple of R', N/R' at most config.max_tokens_per_rank.
           topk_idx: [N, K] int32 or int64 expert ids; -1 leaves a slot out.
           topk_weights: [N, K] float32, bfloat16 or float16 routing weights.
           weights: from `shard`.
@@ -465,7 +465,8 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
     def refuse(*_):
         raise NotImplementedError(
             "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one token axis. "
-            "Fold the batch into it: x.reshape(-1, hidden), with max_tokens_per_rank large enough."
+            "Fold the batch into it: x.reshape(-1, hidden), topk_idx and topk_weights alike, with "
+            "max_tokens_per_rank large enough for all rows."
         )
 
     ep_rank = lax.axis_index(site.axis).reshape(1)

@@ -111,7 +111,8 @@ def check_group_scales(sf: jax.Array, group: int | str, operand: str) -> None:
     """Checks that the scales of quantised activations are equal within each group.
 
     Args:
-      sf: [..., K/32] uint8 or float8_e8m0fnu. A tracer passes: its values cannot be looked at.
+      sf: [..., K/32] uint8 or float8_e8m0fnu. A tracer passes: its values cannot be looked at
+        (kernels on GPUs look, and fail the call).
       group: 32, 128 or "row", see `quantize_e4m3`.
       operand: name for the message.
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import check, check_array, check_positive_int
 
 #: What `Router.scores` may be.
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax", "logits")
@@ -69,14 +69,7 @@ class Router:
 
     def __post_init__(self):
         for name in ("top_k", "n_group", "topk_group"):
-            value = getattr(self, name)
-            check(
-                isinstance(value, int) and not isinstance(value, bool) and value > 0,
-                name,
-                got=repr(value),
-                want="a positive int",
-                remedy="a router takes static Python ints; use int(...) on numpy scalars",
-            )
+            check_positive_int(getattr(self, name), name, "a router")
         check(
             self.scores in SCORES,
             "scores",

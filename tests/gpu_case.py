@@ -19,7 +19,7 @@ from jax_megamoe._ffi import native
 from jax_megamoe.gpu_harness import GpuRanks, Outputs
 from jax_megamoe.symmetric import granularity_number, moe_shape, region_array
 
-# The shape of tests/test_gpu_harness.py and tests/test_gpu_layer.py: its kernels are compiled once.
+# The shape of all GPU tests that do not need another one: its kernels are compiled once.
 CONFIG = jmm.MegaMoEConfig(
     num_experts=16,
     top_k=3,

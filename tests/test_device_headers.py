@@ -11,6 +11,7 @@ import pytest
 
 from jax_megamoe import _headers
 from jax_megamoe._ffi import native
+from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.cli import cubin
 from jax_megamoe.errors import MegaMoEError
 
@@ -51,13 +52,9 @@ extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, 
 
 
 def find_nvrtc():
-    spec = pytest.importorskip("nvidia", reason="NVRTC is not installed: pip install '.[dev]'")
-    for folder in spec.__path__:
-        found = sorted(pathlib.Path(folder).glob("**/libnvrtc.so*"))
-        found = [path for path in found if "builtins" not in path.name]
-        if found:
-            return ctypes.CDLL(str(found[0]))
-    pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+    if not nvrtc_path():
+        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+    return ctypes.CDLL(nvrtc_path())
 
 
 def compile_to(kind, nvrtc, source, options):

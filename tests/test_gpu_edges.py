@@ -249,24 +249,23 @@ def test_many_slots_of_several_ranks(backend, rng, granularity, kind):
     check(case, ranks, counts)
 
 
-@pytest.mark.parametrize("tile", [4, 5])
 @pytest.mark.parametrize(("backend", "granularity"), HEAVY, indirect=["backend"])
-def test_blocks_that_a_narrower_product_covers(backend, rng, granularity, tile):
+def test_blocks_that_a_narrower_product_covers(backend, rng, granularity):
     """The widest tiles compute fewer columns where a block's rows allow it: both sides of each."""
     config = with_granularity(granularity)
-    if tile >= num_tiles(config):
-        pytest.skip("granularity 32 has five tiles")
-    rows = {4: [96, 97, 112, 113, 128, 1], 5: [128, 129, 192, 193, 16]}[tile]
-    slots = np.full(RANKS * 128 * config.top_k, -1, np.int32)
-    experts = np.arange(len(rows)) * 3 % config.num_experts
-    slots[: sum(rows)] = np.repeat(experts, rows)
-    case = Case(rng, config, RANKS, MAX_TOKENS)
-    case.topk_idx = jnp.asarray(rng.permutation(slots).reshape(-1, config.top_k))
-    ranks = make(backend, case)
-    ranks.launch(tile)
-    received = np.concatenate([ranks.outputs(rank).received for rank in range(RANKS)])
-    np.testing.assert_array_equal(received[experts], rows)
-    check(case, ranks)
+    sizes = {4: [96, 97, 112, 113, 128, 1], 5: [128, 129, 192, 193, 16]}
+    for tile in [tile for tile in sizes if tile < num_tiles(config)]:
+        rows = sizes[tile]
+        slots = np.full(RANKS * 128 * config.top_k, -1, np.int32)
+        experts = np.arange(len(rows)) * 3 % config.num_experts
+        slots[: sum(rows)] = np.repeat(experts, rows)
+        case = Case(rng, config, RANKS, MAX_TOKENS)
+        case.topk_idx = jnp.asarray(rng.permutation(slots).reshape(-1, config.top_k))
+        ranks = make(backend, case)
+        ranks.launch(tile)
+        received = np.concatenate([ranks.outputs(rank).received for rank in range(RANKS)])
+        np.testing.assert_array_equal(received[experts], rows)
+        check(case, ranks)
 
 
 @pytest.mark.gpu
@@ -424,6 +423,22 @@ def test_a_rank_that_never_enters_is_named_and_the_next_call_works(two_laps, ski
     assert ranks.failure(skipped) is None
     ranks.launch(3)
     np.testing.assert_array_equal(all_y(ranks), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", [128, "row"])
+def test_scales_that_differ_within_a_group_are_refused(rng, granularity):
+    """FP8 tensor cores take one scale for all of a group: a pair with two would be wrong."""
+    case = Case(rng, with_granularity(granularity), RANKS, TOKENS)
+    ranks = make(GpuRanks, case)
+    codes, sf = jmm.quantize.quantize_e4m3(case.by_rank(case.x), case.config.x_group)
+    bad = sf.at[1, 7, 6].add(1)
+    load_inputs(ranks, case, x=(codes, bad))
+    with pytest.raises(jmm.MegaMoERuntimeError, match=r"at place 6 of token 7 on rank 1; expected"):
+        ranks.launch(1)
+    load_inputs(ranks, case, x=(codes, sf))
+    ranks.launch(1)
+    check(case, ranks)
 
 
 @pytest.mark.gpu

@@ -10,23 +10,10 @@ import numpy as np
 import pytest
 
 import jax_megamoe as jmm
+from gpu_case import CONFIG, on_cpu, with_granularity
 from jax_megamoe._ffi import device_backend, mesh_backend
 from jax_megamoe.config import GRANULARITIES
 from moe_case import GpuCase as Case
-
-CONFIG = jmm.MegaMoEConfig(
-    num_experts=16,
-    top_k=3,
-    hidden=512,
-    intermediate=256,
-    max_tokens_per_rank=128,
-    activation=jmm.swiglu(limit=10.0),
-    timeout_s=10.0,
-)
-
-
-def with_granularity(granularity, **changes):
-    return dataclasses.replace(CONFIG, activation_granularity=granularity, **changes)
 
 
 def gpu_mesh(num_ranks):
@@ -40,7 +27,7 @@ def placed(case, layer):
 
 
 def check(case, y):
-    with jax.default_device(jax.devices("cpu")[0]):
+    with on_cpu():
         case.check(np.asarray(y, np.float64))
 
 

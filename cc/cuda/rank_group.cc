@@ -65,6 +65,12 @@ std::string refusal_text(const MoeShape& shape, const Device& device,
     case gpu::FailureKind::kRankMismatch:
       return report::rank_mismatch_text("GPU " + std::to_string(device.ordinal),
                                         static_cast<int32_t>(record.seen), record.rank);
+    case gpu::FailureKind::kUnequalScales: {
+      const uint64_t per_token = shape.hidden / kSfGroup;
+      return report::unequal_scales_text(
+          record.rank, record.index / per_token, record.index % per_token,
+          static_cast<uint32_t>(record.wanted), static_cast<uint32_t>(record.seen), record.count);
+    }
     default:
       return "jax_megamoe: rank " + std::to_string(record.rank) + ": unknown failure " +
              std::to_string(record.kind);

@@ -67,26 +67,13 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
   }
 
   gpu::KernelArgs args{};
-  args.x = x.untyped_data();
-  args.x_sf = operands.is_quantised() ? static_cast<const uint8_t*>(x_sf.untyped_data()) : nullptr;
-  args.topk_idx = topk_idx.untyped_data();
-  args.topk_idx_is_64bit = operands.has_64bit_idx();
-  args.topk_weights = static_cast<const float*>(topk_weights.untyped_data());
-  if (num_tokens.element_count() != 0) {
-    args.num_tokens = static_cast<const int32_t*>(num_tokens.untyped_data());
-  }
+  fill_common(args, operands);
   args.ep_rank = static_cast<const int32_t*>(ep_rank.untyped_data());
-  args.num_rows = static_cast<uint32_t>(operands.rows());
-  args.w13 = static_cast<const uint8_t*>(w13.untyped_data());
   args.w13_base = static_cast<const uint8_t*>(w13_sf.untyped_data());
-  args.w2 = static_cast<const uint8_t*>(w2.untyped_data());
   args.w2_base = static_cast<const uint8_t*>(w2_sf.untyped_data());
   args.swiglu_limit = swiglu_limit;
   args.checked = checked;
   args.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
-  args.y = static_cast<uint16_t*>(y->untyped_data());
-  args.received = static_cast<int32_t*>(received->untyped_data());
-  args.status = static_cast<int32_t*>(status->untyped_data());
 
   try {
     bool captured = false;

@@ -37,6 +37,26 @@ struct WeightDims {
 ::xla::ffi::Error check_operands(const Operands& operands, const MoeShape& shape,
                                  const WeightDims& weights, int32_t granularity);
 
+// What both platforms' arguments have in common, under the same names.
+template <class Args>
+void fill_common(Args& args, const Operands& operands) {
+  const auto in = [](const ::xla::ffi::AnyBuffer& buffer) { return buffer.untyped_data(); };
+  args.x = in(operands.x);
+  args.x_sf = operands.is_quantised() ? static_cast<const uint8_t*>(in(operands.x_sf)) : nullptr;
+  args.topk_idx = in(operands.topk_idx);
+  args.topk_idx_is_64bit = operands.has_64bit_idx();
+  args.topk_weights = static_cast<const float*>(in(operands.topk_weights));
+  if (operands.num_tokens.element_count() != 0) {
+    args.num_tokens = static_cast<const int32_t*>(in(operands.num_tokens));
+  }
+  args.num_rows = static_cast<uint32_t>(operands.rows());
+  args.w13 = static_cast<const uint8_t*>(in(operands.w13));
+  args.w2 = static_cast<const uint8_t*>(in(operands.w2));
+  args.y = static_cast<uint16_t*>(in(operands.y));
+  args.received = static_cast<int32_t*>(in(operands.received));
+  args.status = static_cast<int32_t*>(in(operands.status));
+}
+
 ::xla::ffi::Error no_buffer_error(std::string_view key);
 ::xla::ffi::Error foreign_device_error(int32_t device_ordinal, std::string_view key);
 ::xla::ffi::Error error_of(host::CallStatus status, const std::string& message);

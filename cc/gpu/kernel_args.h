@@ -11,10 +11,12 @@ inline constexpr const char* kRoleNames[] = {"prologue", "weight loader", "activ
                                              "dispatch", "math",          "combine"};
 enum class FailureKind : uint32_t {
   kNone = 0,
-  kTimeout,       // region, index, wanted, seen
-  kOutOfRange,    // checked mode: index = slot, seen = expert id (two's complement)
-  kNumTokens,     // seen = num_tokens
-  kRankMismatch,  // wanted = rank of the buffer, seen = rank of the program
+  kTimeout,        // region, index, wanted, seen
+  kOutOfRange,     // checked mode: index = slot, seen = expert id (two's complement)
+  kNumTokens,      // seen = num_tokens
+  kRankMismatch,   // wanted = rank of the buffer, seen = rank of the program
+  kUnequalScales,  // index = token * (hidden / 32) + place of the scale, wanted and seen = bytes,
+                   // count = Granularity
 };
 
 // Written by one thread of a rank's kernel into host memory, `kind` last.

@@ -78,7 +78,18 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
                                                        uint64_t{token} * kHidden);
     for (uint32_t i = lane; i < kHidden / 16; i += 32) reinterpret_cast<uint4*>(codes)[i] = from[i];
     const uint8_t* from_sf = cta.args.x_sf + uint64_t{token} * kGroups;
-    for (uint32_t i = lane; i < kGroups; i += 32) scales[i] = from_sf[i];
+    for (uint32_t i = lane; i < kGroups; i += 32) {
+      const uint32_t sf = from_sf[i];
+      scales[i] = static_cast<uint8_t>(sf);
+      // FP8 tensor cores take one scale for all that should share it.
+      if constexpr (kGranularity != Granularity::k32) {
+        const uint32_t first = kGranularity == Granularity::kRow ? 0 : i / 4 * 4;
+        if (sf != from_sf[first]) {
+          record_failure(cta, FailureKind::kUnequalScales, 0, uint64_t{token} * kGroups + i,
+                         from_sf[first], sf, static_cast<uint32_t>(kGranularity));
+        }
+      }
+    }
     return;
   }
   const uint16_t* row = static_cast<const uint16_t*>(cta.args.x) + uint64_t{token} * kHidden;

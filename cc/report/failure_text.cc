@@ -61,6 +61,17 @@ std::string out_of_range_text(const MoeShape& shape, uint32_t rank, long long ex
   return text;
 }
 
+std::string unequal_scales_text(uint32_t rank, uint64_t token, uint64_t place, uint32_t wanted,
+                                uint32_t seen, uint32_t granularity) {
+  const std::string name = granularity == 0 ? "'row'" : std::to_string(granularity);
+  return "jax_megamoe: x: got scale byte " + std::to_string(seen) + " at place " +
+         std::to_string(place) + " of token " + std::to_string(token) + " on rank " +
+         std::to_string(rank) + "; expected " + std::to_string(wanted) +
+         ", because with activation_granularity=" + name +
+         " its neighbours share one scale. Quantise x with quantize_e4m3(x, " + name +
+         "), pass it in bfloat16, or use activation_granularity=32.";
+}
+
 std::string num_tokens_text(uint32_t rank, long long num_tokens, uint32_t num_rows) {
   char text[256];
   std::snprintf(text, sizeof(text),

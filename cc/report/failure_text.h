@@ -32,6 +32,10 @@ std::string timeout_text(double timeout_s, const std::vector<std::string>& waits
 std::string out_of_range_text(const MoeShape& shape, uint32_t rank, long long expert, uint64_t slot,
                               uint32_t count);
 
+// Scale `place` of x's row `token` is not the one that the granularity (128, or 0: row) asks for.
+std::string unequal_scales_text(uint32_t rank, uint64_t token, uint64_t place, uint32_t wanted,
+                                uint32_t seen, uint32_t granularity);
+
 std::string num_tokens_text(uint32_t rank, long long num_tokens, uint32_t num_rows);
 
 // `device` is rank `traced_rank` in the program and `buffer_rank` in the buffer.

@@ -8,6 +8,7 @@
 
 #include "cuda/gpu_buffer.h"
 #include "cuda/gpu_ranks.h"
+#include "report/failure_text.h"
 #include "tests/check.h"
 #include "tests/fake_driver.h"
 
@@ -144,6 +145,10 @@ void test_ranks() {
 }
 
 void test_refusals() {
+  const std::string scales = report::unequal_scales_text(2, 7, 5, 120, 121, 128);
+  CHECK(contains(scales, "got scale byte 121 at place 5 of token 7 on rank 2; expected 120"));
+  CHECK(contains(scales, "activation_granularity=128") && contains(scales, "(x, 128)"));
+  CHECK(contains(report::unequal_scales_text(0, 0, 1, 2, 3, 0), "(x, 'row')"));
   CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1}, 0, kToolchain, false));
   CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 0, 0}, 4, kToolchain, false));
   CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 9}, 0, kToolchain, false));
