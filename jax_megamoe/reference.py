@@ -408,7 +408,7 @@ def combine(
     return total.astype(jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "block_m", "max_pool_rows"))
+@functools.partial(jax.jit, static_argnames=("config", "block_m", "max_pool_rows", "bf16_sums"))
 def mega_moe(
     x: jax.Array | tuple[jax.Array, jax.Array],
     topk_idx: jax.Array,
@@ -419,6 +419,7 @@ def mega_moe(
     *,
     block_m: int = 64,
     max_pool_rows: int | None = None,
+    bf16_sums: bool = False,
 ) -> jax.Array:
     """The whole layer: `dispatch`, `linear1`, `swiglu`, `linear2`, `combine`.
 
@@ -430,6 +431,9 @@ def mega_moe(
       config: shapes and activation.
       num_tokens: [R] int32 or None; see `dispatch`.
       block_m, max_pool_rows: see `dispatch`. They do not change the result.
+      bf16_sums: rounds linear 1's sums to BF16, as separate kernels do that pass them on in BF16.
+        This is the plain computation that results of FP8 tensor cores are judged by
+        (docs/numerics.md).
 
     Returns:
       [R, T, H] bfloat16.
@@ -451,6 +455,8 @@ def mega_moe(
         max_pool_rows=max_pool_rows,
     )
     gate_up = linear1(dispatched, weights)
+    if bf16_sums:
+        gate_up = jax.lax.reduce_precision(gate_up, exponent_bits=8, mantissa_bits=7)
     acts, acts_sf = swiglu(gate_up, dispatched.topk_weights, config.activation, config.act_group)
     rows = linear2(acts, acts_sf, dispatched, weights)
     return combine(rows, dispatched, codes.shape[1], config)

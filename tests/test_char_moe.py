@@ -96,7 +96,7 @@ def limits(row, comparison, config, on_gpu=False):
     for call in row.calls:
         case = Recorded(call, config, comparison.quantised[call.block], on_gpu)
         truth = case.truth()
-        plain = case.reference_with_bf16_sums() if case.fp8_sums else case.reference()
+        plain = case.reference(bf16_sums=case.fp8_sums)
         limit = 2 * np.linalg.norm(plain - truth)
         if row.name == "unfused layer":
             limit += BF16_UNIT * np.linalg.norm(truth)

@@ -78,7 +78,7 @@ def test_a_small_ring_and_few_blocks_per_rank(rng):
 
 @pytest.mark.gpu
 def test_a_rank_that_never_arrives_is_reported_and_the_next_call_works(rng):
-    case = Case(rng, with_granularity(128), 3, 37)
+    case = Case(rng, with_granularity(128, num_experts=15), 3, 37)
     ranks = prepare(case, [0, 0, 0])
     start = time.monotonic()
     times = ranks.launch(skip_rank=1, timeout_s=0.5, expect_failure=True)

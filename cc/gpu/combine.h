@@ -16,31 +16,28 @@ JMM_DEVICE void fill_with_nan(const Cta& cta) {
   }
 }
 
-inline constexpr uint32_t kCombineColumns = 512;  // of a step of one warp
+// Columns of a step of one warp, and 16 bytes of each of a token's rows that a lane has in flight:
+// as many as the math registers hold.
+inline constexpr uint32_t kCombineParts = kTile.math_warpgroups == 2 ? 4 : 2;
+inline constexpr uint32_t kCombineColumns = kCombineParts * 256;
 
 // Columns [begin, end) of y of one token by one warp: the FP32 sum of its routed rows in slot
-// order, rounded once.
-JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32_t begin,
+// order, rounded once. Bit k of `routed`: slot k has a row.
+JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, uint32_t routed, uint32_t begin,
                               uint32_t end) {
   const uint32_t lane = threadIdx.x % 32;
   uint16_t* y = cta.args.y + uint64_t{token} * kHidden;
-  uint32_t routed = 0;
-  if (valid) {
-    const int32_t* idx = region<Region::topk_idx>(cta.local()) + uint64_t{token} * kTopK;
-    routed = __ballot_sync(~0u, lane < kTopK && idx[min_of(lane, kTopK - 1)] >= 0);
-  }
   const uint16_t* rows = region<Region::combine>(cta.local()) + uint64_t{token} * kHidden;
   constexpr uint64_t kSlotStride = uint64_t{kShape.max_tokens} * kHidden;
   constexpr uint32_t kInFlight = min_of(kTopK, 8u);
-  constexpr uint32_t kParts = kCombineColumns / 256;  // 16 bytes of a row each, in flight together
   for (uint32_t first_column = begin + lane * 8; first_column < end;
        first_column += kCombineColumns) {
-    float sum[kParts][8] = {};
+    float sum[kCombineParts][8] = {};
 #pragma unroll
     for (uint32_t first = 0; first < kTopK; first += kInFlight) {
-      uint4 v[kParts][kInFlight];
+      uint4 v[kCombineParts][kInFlight];
 #pragma unroll
-      for (uint32_t part = 0; part < kParts; ++part) {
+      for (uint32_t part = 0; part < kCombineParts; ++part) {
         const uint32_t column = first_column + part * 256;
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
@@ -51,7 +48,7 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32
         }
       }
 #pragma unroll
-      for (uint32_t part = 0; part < kParts; ++part) {
+      for (uint32_t part = 0; part < kCombineParts; ++part) {
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
           const uint32_t k = first + i;
@@ -66,7 +63,7 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32
       }
     }
 #pragma unroll
-    for (uint32_t part = 0; part < kParts; ++part) {
+    for (uint32_t part = 0; part < kCombineParts; ++part) {
       const uint32_t column = first_column + part * 256;
       if (column >= end) continue;
       const float* s = sum[part];
@@ -76,19 +73,46 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, bool valid, uint32
   }
 }
 
-// All math warps of the rank. Of few tokens each is cut into pieces, so that no warp walks a row
-// alone.
-JMM_DEVICE void combine(const Cta& cta, uint32_t tokens) {
-  const uint32_t num_rows = cta.args.num_rows, num_warps = kMathWarps * gridDim.x;
-  const uint32_t pieces = num_rows < num_warps ? ceil_div(kHidden, kCombineColumns) : 1;
-  for (uint32_t i = blockIdx.x + (threadIdx.x / 32) * gridDim.x; i < num_rows * pieces;
-       i += num_warps) {
-    const uint32_t token = i / pieces, piece = i % pieces;
-    const uint32_t begin = piece * kCombineColumns;
-    const uint32_t end = pieces == 1 ? kHidden : min_of(begin + kCombineColumns, kHidden);
-    combine_token(cta, token, token < tokens, begin, end);
+// Combine by one of all math warps of the rank. Of few tokens each is cut into pieces, so that no
+// warp walks a row alone. Routes of a piece are loaded one piece ahead, the first before results
+// are waited for: they were staged before the first count was published.
+class Combine {
+ public:
+  JMM_DEVICE Combine(const Cta& cta, uint32_t tokens)
+      : cta_(cta),
+        tokens_(tokens),
+        stride_(kMathWarps * gridDim.x),
+        pieces_(cta.args.num_rows < stride_ ? ceil_div(kHidden, kCombineColumns) : 1),
+        next_(blockIdx.x + (threadIdx.x / 32) * gridDim.x) {
+    load_route();
   }
-}
+
+  JMM_DEVICE void run() {
+    const uint32_t num_pieces = cta_.args.num_rows * pieces_;
+    while (next_ < num_pieces) {
+      const uint32_t token = next_ / pieces_, begin = next_ % pieces_ * kCombineColumns;
+      const uint32_t end = pieces_ == 1 ? kHidden : min_of(begin + kCombineColumns, kHidden);
+      const uint32_t routed = __ballot_sync(~0u, route_ >= 0);
+      next_ += stride_;
+      load_route();
+      combine_token(cta_, token, routed, begin, end);
+    }
+  }
+
+ private:
+  JMM_DEVICE void load_route() {
+    const uint32_t token = next_ / pieces_, lane = threadIdx.x % 32;
+    route_ = -1;
+    if (token < tokens_ && lane < kTopK) {
+      route_ = region<Region::topk_idx>(cta_.local())[uint64_t{token} * kTopK + lane];
+    }
+  }
+
+  const Cta& cta_;
+  const uint32_t tokens_, stride_, pieces_;
+  uint32_t next_;
+  int32_t route_;  // expert of this lane's slot of the next token, or -1
+};
 
 // Zeroes the counters of this call (Lifetime::kPerCall). Every CTA of the rank has finished its
 // items, and no other rank touches them.

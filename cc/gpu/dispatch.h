@@ -151,20 +151,76 @@ JMM_DEVICE uint32_t widen_pair_bf16(uint32_t codes, float scale) {
   return cvt_bf16x2(v.x * scale, v.y * scale);
 }
 
-// Copies one row of x of `source` into row `row` of ring slot `slot`. One warp.
-JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32_t slot,
-                         uint32_t row) {
-  const uint32_t lane = threadIdx.x % 32;
-  const uint8_t* codes = region<Region::x>(cta.args.base[source]) + uint64_t{token} * kHidden;
-  const uint8_t* scales =
-      region<Region::x_sf>(cta.args.base[source]) + uint64_t{token} * (kHidden / kSfGroup);
-  uint8_t* tile = reinterpret_cast<uint8_t*>(region<Region::l1_acts>(cta.local())) +
-                  slot * kRingBlockBytes<Phase1>;
+// A row of the pool: where it goes, and where it comes from.
+struct PoolRow {
+  RingPosition ring;
+  uint32_t pool_block;
+  uint32_t row;        // of the block
+  uint32_t increment;  // of l1_arrival
+  uint32_t source;     // rank
+  uint32_t topk_slot;  // of that rank
+};
+
+// The row that stands at `pool_row`, in pool order and without padding. `expert` is where the last
+// search ended; rows are asked for in ascending order. One warp.
+JMM_DEVICE PoolRow find_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& expert) {
+  const SharedControl& control = *cta.control;
+  while (pool_row >= control.row_start[expert + 1]) ++expert;
+  const uint32_t position = pool_row - control.row_start[expert];
+  const uint32_t rows = control.row_start[expert + 1] - control.row_start[expert];
+  const uint32_t pool_block = control.block_start[expert] + position / kBlockM;
+  const uint32_t row = position % kBlockM;
+  const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
+  const uint32_t listed = source.rank * kShape.max_slots_per_rank() +
+                          control.list_start[source.rank][expert] + source.index;
+  return {ring_position(shape_of_kernel(), pool_block),
+          pool_block,
+          row,
+          l1_arrival_increment(shape_of_kernel(), row, min_of(rows - (position - row), kBlockM)),
+          source.rank,
+          region<Region::src_token_topk_idx>(cta.local())[listed]};
+}
+
+// Scales of a row, on their way while its codes are copied.
+class RowScales {
+ public:
+  JMM_DEVICE explicit RowScales(const uint8_t* scales) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      const uint32_t scale = lane() + 32 * i;
+      if (scale < kScales) bytes_[i] = scales[scale * (kBlockK / kSfGroup)];
+    }
+  }
+  JMM_DEVICE void store(const Cta& cta, uint32_t slot, uint32_t row) const {
+    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
+                                         slot * (kScales * kBlockM * 4)) +
+                row;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      const uint32_t scale = lane() + 32 * i;
+      if (scale < kScales) to[scale * kBlockM] = ue8m0_to_float(bytes_[i]);
+    }
+  }
+
+ private:
+  // BF16 rows carry theirs.
+  static constexpr uint32_t kScales = kBf16                               ? 0
+                                      : kGranularity == Granularity::kRow ? 1
+                                                                          : kKBlocks<Phase1>;
+  static constexpr uint32_t kPerLane = ceil_div(max_of(kScales, 1u), 32u);
+  JMM_DEVICE static uint32_t lane() { return threadIdx.x % 32; }
+  uint8_t bytes_[kPerLane];
+};
+
+// Copies codes of one row of x, at `codes` with its scales at `scales`, into row `row` of a ring
+// slot's tile. One warp.
+JMM_DEVICE void copy_row(const uint8_t* codes, const uint8_t* scales, uint8_t* tile, uint32_t row) {
   constexpr uint32_t kChunks = kHidden / 16;
   // Loads of a lane. More do not fit the producers' registers, nor does as much beside the wide
   // values.
   constexpr uint32_t kInFlight = kBf16 ? 2 : 4;
-  for (uint32_t first = lane; first < kChunks; first += 32 * kInFlight) {
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x % 32; first < kChunks; first += 32 * kInFlight) {
     uint4 data[kInFlight];
     uint32_t sf[kInFlight];
 #pragma unroll
@@ -197,110 +253,42 @@ JMM_DEVICE void pull_row(const Cta& cta, uint32_t source, uint32_t token, uint32
       }
     }
   }
-  if constexpr (kGranularity == Granularity::k128) {
-    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
-                                         slot * kRingScaleBytes<Phase1>);
-    for (uint32_t k = lane; k < kKBlocks<Phase1>; k += 32) {
-      to[k * kBlockM + row] = ue8m0_to_float(scales[k * (kBlockK / kSfGroup)]);
-    }
-  } else if constexpr (kGranularity == Granularity::kRow) {
-    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()));
-    if (lane == 0) to[slot * kBlockM + row] = ue8m0_to_float(scales[0]);
-  }
 }
 
-// Brings the row that stands at `pool_row`, in pool order and without padding. `expert` is where
-// the last search ended; rows are asked for in ascending order. One warp. False: the call is
-// aborted.
-JMM_DEVICE bool pull_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& expert) {
-  const SharedControl& control = *cta.control;
+// Brings one row into the ring. All its loads are issued before any of their values is needed: a
+// row costs about two round trips to its rank. One warp. False: the call is aborted.
+JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
   const uint32_t lane = threadIdx.x % 32;
-  while (pool_row >= control.row_start[expert + 1]) ++expert;
-  const uint32_t position = pool_row - control.row_start[expert];
-  const uint32_t rows = control.row_start[expert + 1] - control.row_start[expert];
-  const uint32_t pool_block = control.block_start[expert] + position / kBlockM;
-  const uint32_t row = position % kBlockM;
-  const RingPosition ring = ring_position(shape_of_kernel(), pool_block);
-  if (ring.lap > 0) {
+  if (from.ring.lap > 0) {
     bool free = true;
     if (lane == 0) {
       free = wait_at_least<Region::l1_empty, LoadGpu32>(
-          cta, ring.slot, l1_empty_target(shape_of_kernel(), ring.lap));
+          cta, from.ring.slot, l1_empty_target(shape_of_kernel(), from.ring.lap));
     }
     if (!__shfl_sync(~0u, free, 0)) return false;
     __syncwarp();
   }
-  const SourceRow32 source = locate_source_row_by_warp(control, expert, position);
-  const uint32_t topk_slot = region<Region::src_token_topk_idx>(
-      cta.local())[source.rank * kShape.max_slots_per_rank() +
-                   control.list_start[source.rank][expert] + source.index];
+  void* source = cta.args.base[from.source];
+  const uint64_t token = from.topk_slot / kTopK;
+  const uint8_t* sf = region<Region::x_sf>(source) + token * (kHidden / kSfGroup);
+  float topk_weight = 0.0f;
+  if (lane == 0) topk_weight = region<Region::topk_weights>(source)[from.topk_slot];
+  const RowScales scales(sf);
+  copy_row(region<Region::x>(source) + token * kHidden, sf,
+           reinterpret_cast<uint8_t*>(region<Region::l1_acts>(cta.local())) +
+               from.ring.slot * kRingBlockBytes<Phase1>,
+           from.row);
+  scales.store(cta, from.ring.slot, from.row);
   if (lane == 0) {
-    region<Region::l1_topk_weights>(cta.local())[ring.slot * kBlockM + row] =
-        region<Region::topk_weights>(cta.args.base[source.rank])[topk_slot];
-    region<Region::token_src_metadata>(cta.local())[uint64_t{pool_block} * kBlockM + row] = {
-        source.rank, topk_slot};
+    region<Region::l1_topk_weights>(cta.local())[from.ring.slot * kBlockM + from.row] = topk_weight;
+    region<Region::token_src_metadata>(
+        cta.local())[uint64_t{from.pool_block} * kBlockM + from.row] = {from.source,
+                                                                        from.topk_slot};
   }
-  pull_row(cta, source.rank, topk_slot / kTopK, ring.slot, row);
   fence_proxy_async_global();  // the copy engine reads what this lane has written
   __syncwarp();
-  if (lane == 0) {
-    const uint32_t valid = min_of(rows - (position - row), kBlockM);
-    add_release<Region::l1_arrival>(cta, ring.slot,
-                                    l1_arrival_increment(shape_of_kernel(), row, valid));
-  }
+  if (lane == 0) add_release<Region::l1_arrival>(cta, from.ring.slot, from.increment);
   return true;
-}
-
-// In calls with many rows, the first ones are brought by all warps, one or two by each: every CTA's
-// first item needs a whole block, and math has nothing else to do yet. In small calls the pull
-// warps bring them in one round anyway, and math would only wait for its own.
-inline constexpr uint32_t kEarlyWarps = kPullWarps + kMathWarps;
-JMM_DEVICE bool early_rows_help(uint32_t tokens) {
-  return tokens * kTopK > 4 * kPullWarps * gridDim.x;
-}
-// Rows of the first `blocks` pool blocks.
-JMM_DEVICE uint32_t rows_of_first_blocks(const SharedControl& control, uint32_t blocks) {
-  if (blocks >= control.block_start[kLocalExperts]) return control.row_start[kLocalExperts];
-  uint32_t first = 0, last = kLocalExperts - 1;  // the expert of block `blocks`
-  while (first < last) {
-    const uint32_t middle = (first + last + 1) / 2;
-    if (control.block_start[middle] <= blocks) {
-      first = middle;
-    } else {
-      last = middle - 1;
-    }
-  }
-  return control.row_start[first] + (blocks - control.block_start[first]) * kBlockM;
-}
-// None of the early rows waits for the ring, so they stop well before its first lap does (each
-// expert may leave a block partly empty).
-JMM_DEVICE uint32_t num_early_rows(const Cta& cta) {
-  if (!cta.early_rows) return 0;
-  constexpr uint32_t kFirstLap =
-      kShape.ring_blocks > kLocalExperts ? (kShape.ring_blocks - kLocalExperts) * kBlockM : 0;
-  const uint32_t first_items = ceil_div(gridDim.x, kItems<Phase1>);  // blocks of every CTA's first
-  return min_of(min_of(rows_of_first_blocks(*cta.control, first_items), kFirstLap),
-                2 * kEarlyWarps * gridDim.x);
-}
-// `warp`: of the kEarlyWarps of this CTA.
-JMM_DEVICE bool pull_early_rows(const Cta& cta, uint32_t warp) {
-  const uint32_t end = num_early_rows(cta);
-  uint32_t expert = 0;
-  for (uint32_t row = blockIdx.x + warp * gridDim.x; row < end; row += kEarlyWarps * gridDim.x) {
-    if (!pull_pool_row(cta, row, expert)) return false;
-  }
-  return true;
-}
-
-// Once rows may be pulled, or never will be, math is told.
-JMM_DEVICE void release_math(const Cta& cta) {
-  if (cta.early_rows) named_barrier_arrive(kBarrierRows, kMathThreads + 32);
-}
-JMM_DEVICE void math_pull_role(const Cta& cta) {
-  named_barrier_sync(kBarrierRows, kMathThreads + 32);
-  if (gave_up(cta)) return;
-  Trace trace(cta, threadIdx.x / 128, TraceName::kPull, threadIdx.x % 128 == 0);
-  if (!pull_early_rows(cta, kPullWarps + threadIdx.x / 32)) give_up(cta);
 }
 
 // The pull role: rows in pool order, spread over all pull warps of the rank, so that the first
@@ -308,22 +296,21 @@ JMM_DEVICE void math_pull_role(const Cta& cta) {
 JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   const uint32_t lane = threadIdx.x % 32;
   if (blockIdx.x == 0 && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
-  bool listed;
   {
     Trace trace(cta, kTracePull + pull_warp, TraceName::kWaitRanks, lane == 0);
-    listed = wait_call_barrier(cta, kRowsListed);
-    if (!listed) give_up(cta);
+    if (!wait_call_barrier(cta, kRowsListed)) return give_up(cta);
     __syncwarp();
   }
-  if (pull_warp == 0) release_math(cta);
-  if (!listed) return;
   Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
-  if (!pull_early_rows(cta, pull_warp)) return give_up(cta);
   const uint32_t num_rows = cta.control->row_start[kLocalExperts];
+  const uint32_t first = blockIdx.x + pull_warp * gridDim.x, stride = kPullWarps * gridDim.x;
+  if (first >= num_rows) return;
   uint32_t expert = 0;
-  for (uint32_t row = num_early_rows(cta) + blockIdx.x + pull_warp * gridDim.x; row < num_rows;
-       row += kPullWarps * gridDim.x) {
-    if (!pull_pool_row(cta, row, expert)) return give_up(cta);
+  PoolRow next = find_pool_row(cta, first, expert);
+  for (uint32_t row = first; row < num_rows; row += stride) {
+    const PoolRow from = next;
+    if (row + stride < num_rows) next = find_pool_row(cta, row + stride, expert);
+    if (!pull_row(cta, from)) return give_up(cta);
   }
 }
 

@@ -52,9 +52,7 @@ JMM_DEVICE void producers(Cta& cta) {
   } else if (warp == kActWarp) {
     cta.role = Role::kActLoader;
     act_role(cta);
-  } else if (!counted) {
-    if (warp == kFirstPullWarp) release_math(cta);
-  } else {
+  } else if (counted) {
     cta.role = Role::kDispatch;
     pull_role(cta, warp - kFirstPullWarp);
   }
@@ -75,10 +73,6 @@ struct RunItem {
 };
 
 JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
-  if (cta.early_rows) {
-    cta.role = Role::kDispatch;
-    math_pull_role(cta);
-  }
   cta.role = Role::kMath;
   Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
   for (uint32_t i = 0;; ++i) {
@@ -95,6 +89,7 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
   }
   // All rows of this CTA are pushed. When all CTAs of all ranks say so, every row is there.
   cta.role = Role::kCombine;
+  Combine combine(cta, tokens);
   named_barrier_sync(kBarrierMath, kMathThreads);
   {
     Trace trace(cta, 0, TraceName::kWaitResults, threadIdx.x == 0);
@@ -111,7 +106,7 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
   }
   if (gave_up(cta) || ld_relaxed_gpu(cta.args.abort_flag) != 0) return fill_with_nan(cta);
   Trace trace(cta, 0, TraceName::kCombine, threadIdx.x == 0);
-  combine(cta, tokens);
+  combine.run();
   clear_counters(cta);
 }
 
@@ -127,10 +122,9 @@ extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
   SharedControl* control = reinterpret_cast<SharedControl*>(shared + kControlOffset);
   initialise(args, *control);
   __syncthreads();
-  Cta cta = {args, control, shared_address(shared), control->epoch, false, Role::kPrologue};
+  Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
   check_rank(cta);
   const uint32_t tokens = valid_tokens(cta);
-  cta.early_rows = early_rows_help(tokens);
   if (threadIdx.x == kMathThreads) prefetch_first_weights(cta, tokens);
   prologue(cta, tokens, shared);
   if (threadIdx.x >= kMathThreads) {

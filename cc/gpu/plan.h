@@ -56,8 +56,7 @@ inline constexpr uint32_t kWeightWarp = 0, kActWarp = 1, kFirstPullWarp = 2, kPu
 
 // Named barriers; 0 is __syncthreads.
 inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2;
-inline constexpr uint32_t kBarrierRows = 3;       // rows may be pulled
-inline constexpr uint32_t kBarrierWarpgroup = 4;  // and the next three
+inline constexpr uint32_t kBarrierWarpgroup = 3;  // and the next three
 
 // ---- shapes of the two products ----
 

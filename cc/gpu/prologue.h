@@ -95,23 +95,32 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
   const uint16_t* row = static_cast<const uint16_t*>(cta.args.x) + uint64_t{token} * kHidden;
   uint32_t row_amax = 0;
   if constexpr (kGranularity == Granularity::kRow) {
+#pragma unroll 4  // loads of several groups on their way
     for (uint32_t group = lane; group < kGroups; group += 32) {
       uint4 values[4];
       load_group(row + group * kSfGroup, values);
-      uint32_t amax = magnitude_of(values);
-      if (amax >= kInfBits) amax = finite_magnitude_of(row + group * kSfGroup);
-      row_amax = max_of(row_amax, amax);
+      row_amax = max_of(row_amax, magnitude_of(values));
+    }
+    if (row_amax >= kInfBits) {
+      row_amax = 0;
+      for (uint32_t group = lane; group < kGroups; group += 32) {
+        row_amax = max_of(row_amax, finite_magnitude_of(row + group * kSfGroup));
+      }
     }
     row_amax = __reduce_max_sync(~0u, row_amax);
   }
+  uint4 next[4] = {};  // of the next group, on their way
+  if (lane < kGroups) load_group(row + lane * kSfGroup, next);
   for (uint32_t first = 0; first < kGroups; first += 32) {
     const uint32_t group = first + lane;
     const bool inside = group < kGroups;  // kGroups is a multiple of 4: lanes of 4 agree
-    uint4 values[4] = {};
+    uint4 values[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i) values[i] = next[i];
+    if (group + 32 < kGroups) load_group(row + (group + 32) * kSfGroup, next);
     uint32_t amax = 0;
     bool finite = true;
     if (inside) {
-      load_group(row + group * kSfGroup, values);
       amax = magnitude_of(values);
       finite = amax < kInfBits;
       if (!finite) amax = finite_magnitude_of(row + group * kSfGroup);
@@ -169,14 +178,23 @@ struct RouteTable {
 static_assert(sizeof(RouteTable) <= kControlOffset);
 inline constexpr uint32_t kRouteBatch = 8;  // loads of a thread in flight
 
+// A thread's slots of one batch. Adding to a counter in shared memory is what takes the time, and
+// tells the place as well: a CTA with a single batch adds once a slot.
+struct RouteBatch {
+  int32_t expert[kRouteBatch];  // or -1
+  uint32_t place[kRouteBatch];  // among the CTA's slots of the expert
+};
+inline constexpr uint32_t kSlotsOfBatch = kThreads * kRouteBatch;
+
 // Up to so many slots one CTA counts and lists them all: it needs no barrier in between. (3072
 // slots take it 7 us; with a barrier, all CTAs together need 11.)
-inline constexpr uint32_t kSlotsOfOneCta = 4096;
+inline constexpr uint32_t kSlotsOfOneCta = min_of(4096u, kSlotsOfBatch);
 
 // All functions below: all threads of a CTA, slots [begin, end).
 
-// Counts slots per expert; copies expert ids and weights into the workspace.
-JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end) {
+// Counts slots per expert; copies expert ids and weights into the workspace. `batch` is the last.
+JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end,
+                            RouteBatch& batch) {
   const KernelArgs& args = cta.args;
   for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.count[e] = 0;
   if (threadIdx.x == 0) {
@@ -186,7 +204,7 @@ JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, u
   __syncthreads();
   int32_t* staged_idx = region<Region::topk_idx>(cta.local());
   float* staged_weights = region<Region::topk_weights>(cta.local());
-  for (uint32_t first = begin + threadIdx.x; first < end; first += kThreads * kRouteBatch) {
+  for (uint32_t first = begin + threadIdx.x; first < end; first += kSlotsOfBatch) {
     int64_t experts[kRouteBatch];
     float weights[kRouteBatch];
 #pragma unroll
@@ -200,13 +218,14 @@ JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, u
       const uint32_t slot = first + i * kThreads;
       if (slot >= end) break;
       const bool inside = experts[i] >= 0 && experts[i] < int64_t{kShape.num_experts};
+      batch.expert[i] = inside ? static_cast<int32_t>(experts[i]) : -1;
       if (inside) {
-        atomicAdd(&table.count[experts[i]], 1);
+        batch.place[i] = atomicAdd(&table.count[experts[i]], 1);
       } else if (experts[i] != -1) {
         atomicAdd(&table.out_of_range, 1);
         atomicMin(&table.first_out_of_range, slot);
       }
-      staged_idx[slot] = inside ? static_cast<int32_t>(experts[i]) : -1;
+      staged_idx[slot] = batch.expert[i];
       staged_weights[slot] = weights[i];
     }
   }
@@ -247,11 +266,26 @@ JMM_DEVICE void add_list_starts(RouteTable& table, const Count& count) {
   __syncthreads();
 }
 
+JMM_DEVICE void list_slot(const Cta& cta, int32_t expert, uint32_t place, uint32_t slot) {
+  region<Region::src_token_topk_idx>(
+      cta.args.base[expert / kLocalExperts])[cta.args.rank * kShape.max_slots_per_rank() + place] =
+      slot;
+}
 // Writes slots into the owners' lists; within an expert in the order in which threads get there: no
-// result depends on it.
-JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end) {
+// result depends on it. `batch` is count_slots' last.
+JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end,
+                           const RouteBatch& batch) {
+  if (end - begin <= kSlotsOfBatch) {
+#pragma unroll
+    for (uint32_t i = 0; i < kRouteBatch; ++i) {
+      const uint32_t slot = begin + threadIdx.x + i * kThreads;
+      if (slot >= end || batch.expert[i] < 0) continue;
+      list_slot(cta, batch.expert[i], table.next[batch.expert[i]] + batch.place[i], slot);
+    }
+    return;
+  }
   const int32_t* staged_idx = region<Region::topk_idx>(cta.local());
-  for (uint32_t first = begin + threadIdx.x; first < end; first += kThreads * kRouteBatch) {
+  for (uint32_t first = begin + threadIdx.x; first < end; first += kSlotsOfBatch) {
     int32_t experts[kRouteBatch];  // written by this thread
 #pragma unroll
     for (uint32_t i = 0; i < kRouteBatch; ++i) {
@@ -262,9 +296,7 @@ JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, uint32_t begin, ui
     for (uint32_t i = 0; i < kRouteBatch; ++i) {
       if (experts[i] < 0) continue;
       const uint32_t place = atomicAdd(&table.next[experts[i]], 1);
-      region<Region::src_token_topk_idx>(
-          cta.args.base[experts[i] / kLocalExperts])[cta.args.rank * kShape.max_slots_per_rank() +
-                                                     place] = first + i * kThreads;
+      list_slot(cta, experts[i], place, first + i * kThreads);
     }
   }
 }
@@ -283,13 +315,14 @@ JMM_DEVICE void prologue_of_small_call(const Cta& cta, uint32_t tokens, RouteTab
   const uint32_t num_slots = tokens * kTopK;
   if (blockIdx.x == 0) {
     Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-    count_slots(cta, table, 0, num_slots);
+    RouteBatch batch;
+    count_slots(cta, table, 0, num_slots, batch);
     const auto count = [&](uint32_t e) { return table.count[e]; };
     publish_counts(cta, count);
     for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.next[e] = 0;
     __syncthreads();
     add_list_starts(table, count);
-    list_slots(cta, table, 0, num_slots);
+    list_slots(cta, table, 0, num_slots, batch);
     if (threadIdx.x == 0) report_out_of_range(cta, table.out_of_range, table.first_out_of_range);
   }
   Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
@@ -307,9 +340,10 @@ JMM_DEVICE void prologue_of_large_call(const Cta& cta, uint32_t tokens, RouteTab
   const uint32_t end = min_of(num_slots, begin + share);
   unsigned long long* totals =
       reinterpret_cast<unsigned long long*>(region<Region::expert_send_count>(cta.local()));
+  RouteBatch batch;
   {
     Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-    count_slots(cta, table, begin, end);
+    count_slots(cta, table, begin, end, batch);
     for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
       const uint32_t count = table.count[e];
       table.next[e] = count == 0 ? 0 : static_cast<uint32_t>(atomicAdd(&totals[e], count));
@@ -345,7 +379,7 @@ JMM_DEVICE void prologue_of_large_call(const Cta& cta, uint32_t tokens, RouteTab
     }
   }
   add_list_starts(table, count);
-  if (!gave_up(cta)) list_slots(cta, table, begin, end);
+  if (!gave_up(cta)) list_slots(cta, table, begin, end, batch);
   fence_proxy_async_shared();  // the stages' memory was used for the table
   __syncthreads();
   if (threadIdx.x == 0) arrive_call_barrier(cta);

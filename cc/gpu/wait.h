@@ -12,7 +12,6 @@ struct Cta {
   SharedControl* control;
   uint32_t shared_base;  // of the stages
   uint64_t epoch;        // calls before this one
-  bool early_rows;       // math warps bring the first rows too: see dispatch.h
   Role role;
 
   JMM_DEVICE void* local() const { return args.base[args.rank]; }
