@@ -154,7 +154,7 @@ def test_every_byte_value_survives(layout):
 
 
 @given(st.sampled_from([1, 3]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_layouts_are_inverse_for_any_shape(num_experts, intermediate, hidden, seed):
     rng = np.random.default_rng(seed)
     for layout in weights.LAYOUTS:

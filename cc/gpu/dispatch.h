@@ -304,13 +304,15 @@ JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
   const uint32_t num_rows = cta.control->row_start[kLocalExperts];
   const uint32_t first = blockIdx.x + pull_warp * gridDim.x, stride = kPullWarps * gridDim.x;
-  if (first >= num_rows) return;
   uint32_t expert = 0;
-  PoolRow next = find_pool_row(cta, first, expert);
-  for (uint32_t row = first; row < num_rows; row += stride) {
+  PoolRow next = {};
+  // A row is looked up while the one before it is copied. Both at one place: what is inlined twice
+  // does not fit the producers' registers.
+  for (uint32_t row = first;; row += stride) {
     const PoolRow from = next;
-    if (row + stride < num_rows) next = find_pool_row(cta, row + stride, expert);
-    if (!pull_row(cta, from)) return give_up(cta);
+    if (row < num_rows) next = find_pool_row(cta, row, expert);
+    if (row != first && !pull_row(cta, from)) return give_up(cta);
+    if (row >= num_rows) return;
   }
 }
 
