@@ -12,7 +12,7 @@ _reserve_threads()  # before anything starts JAX's CPU back end
 
 from jax_megamoe import checkpoints, quantize, reference, routers, unfused
 from jax_megamoe._ffi import __version__, export_checks
-from jax_megamoe.config import Activation, MegaMoEConfig, swiglu
+from jax_megamoe.config import Activation, MegaMoEConfig, gpt_oss_swiglu, situ, swiglu
 from jax_megamoe.errors import MegaMoEError
 from jax_megamoe.failures import MegaMoERuntimeError, check_failures
 from jax_megamoe.layer import MegaMoE, MoEStats
@@ -41,10 +41,12 @@ __all__ = [
     "checkpoints",
     "dequantize_weights",
     "export_checks",
+    "gpt_oss_swiglu",
     "quantize",
     "quantize_weights",
     "reference",
     "routers",
+    "situ",
     "swiglu",
     "to_layout",
     "unfused",

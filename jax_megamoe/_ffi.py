@@ -22,7 +22,7 @@ except ImportError as error:  # an editable tree without a build, or a wheel for
 __version__ = native.VERSION
 
 #: With the contract's version: a cached program must not meet handlers of another contract.
-TARGET = "jax_megamoe.mega_moe.v2"
+TARGET = "jax_megamoe.mega_moe.v3"
 _CALL_SITE_TYPE = "jax_megamoe.call_site.v1"
 _GPU_CALL_SITE_TYPE = "jax_megamoe.gpu_call_site.v1"
 

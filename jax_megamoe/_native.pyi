@@ -88,6 +88,8 @@ def arm_fault(key: str, group: int, region: str, rank: int) -> None:
 def read_region(key: str, group: int, rank: int, region: str) -> bytes:
     """A copy of one region's bytes."""
 
+ACTIVATIONS: tuple = ('swiglu', 'gpt_oss_swiglu', 'situ')
+
 def source_rows(counts: Sequence[int]) -> list[tuple[int, int]]:
     """
     (rank, index) of every row of an expert, in pool order, from the ranks' row counts.
@@ -127,7 +129,8 @@ def fp16_to_float(bits: Annotated[NDArray[numpy.uint16], dict(shape=(None,), ord
 
 def float_to_bf16(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
 
-def swiglu(gate: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], up: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], limit: float) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]: ...
+def activate(gate: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], up: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], weight: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], activation: int, params: Sequence[float]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,))]:
+    """The activation in FP32; its number is an index of ACTIVATIONS."""
 
 GPU_WEIGHT_CHUNK_ROWS: int = 128
 
@@ -147,7 +150,7 @@ def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, interme
     The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises ValueError for an invalid shape.
     """
 
-def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False) -> list[str]:
+def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False, activation: int = 0) -> list[str]:
     """The compiler's options for one kernel, without include directories."""
 
 def gpu_tiles(granularity: int) -> list:
@@ -177,13 +180,13 @@ class GpuRanks:
     def select_tile(self) -> int:
         """The tile that the number of rows asks for."""
 
-    def prepare(self, tile: int) -> None:
+    def prepare(self, tile: int, activation: int) -> None:
         """Compiles and loads a kernel."""
 
-    def launch(self, tile: int, repeats: int, flush_l2: bool, timeout_s: float, checked: bool, limit: float, skip_rank: int, fault_rank: int, fault_region: str, gate: bool) -> list[float]:
+    def launch(self, tile: int, repeats: int, flush_l2: bool, timeout_s: float, checked: bool, activation: int, activation_params: Sequence[float], skip_rank: int, fault_rank: int, fault_region: str, gate: bool) -> list[float]:
         """Microseconds of every rank in every repeat, flat."""
 
-    def launch_burst(self, tile: int, calls: int, timeout_s: float, checked: bool, limit: float) -> float:
+    def launch_burst(self, tile: int, calls: int, timeout_s: float, checked: bool, activation: int, activation_params: Sequence[float]) -> float:
         """Calls without waiting in between; seconds in all."""
 
     def y(self, rank: int) -> bytes: ...

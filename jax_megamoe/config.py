@@ -21,39 +21,102 @@ MAX_RANKS = 72
 MAX_ROWS = 2**31 - 1
 
 
+#: What `Activation.kind` may be -> the parameters it takes. "limit" of "swiglu" may be None.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "swiglu": ("limit",),
+    "gpt_oss_swiglu": ("limit", "alpha"),
+    "situ": ("beta", "linear_beta"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What stands between linear 1 and linear 2. Build it with `swiglu`.
+    """What stands between linear 1 and linear 2. Build it with `swiglu`, `gpt_oss_swiglu`, `situ`.
 
     Attributes:
-      kind: only ``"swiglu"``: ``silu(gate) * up``.
-      limit: clamp bound L, or None: ``gate <- min(gate, L)``, ``up <- clip(up, -L, L)`` before
-        SwiGLU (the gate is clamped from above only, as DeepSeek-V4 does with L = 10).
+      kind: one of `ACTIVATIONS`. Its formula, g the gate, u up, is in the function of that name.
+      limit: clamp bound L: ``g <- min(g, L)``, ``u <- clip(u, -L, L)`` before everything else. The
+        gate is clamped from above only. None ("swiglu" only): no clamp.
+      alpha: factor of the gate in the sigmoid of "gpt_oss_swiglu".
+      beta, linear_beta: bounds of the gate's side and of up's side of "situ".
+
+    A parameter that the kind does not have is None.
     """
 
     kind: str = "swiglu"
     limit: float | None = None
+    alpha: float | None = None
+    beta: float | None = None
+    linear_beta: float | None = None
 
     def __post_init__(self):
         check(
-            self.kind == "swiglu",
+            self.kind in ACTIVATIONS,
             "activation.kind",
-            got=self.kind,
-            want="'swiglu'",
-            remedy="use jax_megamoe.swiglu(limit=...); no other activation is implemented",
+            got=repr(self.kind),
+            want=f"one of {tuple(ACTIVATIONS)}",
+            remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ; no other activation is "
+            "implemented",
         )
-        check(
-            self.limit is None or (math.isfinite(self.limit) and self.limit > 0),
-            "activation.limit",
-            got=self.limit,
-            want="None or a positive finite number",
-            remedy="pass None to leave gate and up unclamped",
-        )
+        for name in ("limit", "alpha", "beta", "linear_beta"):
+            value = getattr(self, name)
+            if name not in ACTIVATIONS[self.kind]:
+                check(
+                    value is None,
+                    f"activation.{name}",
+                    got=value,
+                    want=f"None: {self.kind!r} has the parameters {ACTIVATIONS[self.kind]}",
+                    remedy=f"use jax_megamoe.{self.kind}",
+                )
+                continue
+            optional = self.kind == "swiglu"
+            check(
+                (optional and value is None)
+                or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
+                f"activation.{name}",
+                got=value,
+                want=f"{'None or ' if optional else ''}a positive finite number",
+                remedy="pass None to leave gate and up unclamped"
+                if optional
+                else f"see jax_megamoe.{self.kind} for the values of published models",
+            )
 
 
 def swiglu(limit: float | None = None) -> Activation:
-    """SwiGLU, ``silu(gate) * up``, with the optional clamp of DeepSeek-V4 (see `Activation`)."""
+    """SwiGLU, ``g * sigmoid(g) * u``, with the optional clamp of DeepSeek-V4.
+
+    Args:
+      limit: L of `Activation`; DeepSeek-V4 has 10. None: no clamp.
+    """
     return Activation("swiglu", None if limit is None else float(limit))
+
+
+def gpt_oss_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
+    """The activation of gpt-oss, ``g * sigmoid(alpha * g) * (u + 1)`` of clamped g and u.
+
+    Source: `swiglu` in gpt_oss/torch/model.py of the published model's code.
+
+    Args:
+      alpha: a constant of that code.
+      limit: L of `Activation`, `swiglu_limit` of the published config.json.
+    """
+    return Activation("gpt_oss_swiglu", float(limit), float(alpha))
+
+
+def situ(beta: float = 4.0, linear_beta: float = 25.0) -> Activation:
+    """The activation of Kimi-K3, SiTU, without a clamp::
+
+        beta * tanh(g / beta) * sigmoid(g) * linear_beta * tanh(u / linear_beta)
+
+    Source: serving engines that run the model (vLLM, a fork of DeepGEMM), which agree on it and
+    cite `SituAndMul` of the published modelling file. That file itself has not been read.
+
+    Args:
+      beta: `activation_situ_beta` of the published config.json.
+      linear_beta: `activation_situ_linear_beta`. That file allows null, for up without a bound;
+        no released model has it, and it is not supported.
+    """
+    return Activation("situ", beta=float(beta), linear_beta=float(linear_beta))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +131,7 @@ class MegaMoEConfig:
         the layer pads with zeros what is not one.
       max_tokens_per_rank: T, the largest number of tokens one rank passes in one call. It sizes the
         symmetric buffers; calls with fewer tokens use the same buffers.
-      activation: see `swiglu`.
+      activation: `swiglu`, `gpt_oss_swiglu` or `situ`, with their parameters.
       activation_granularity: elements of x, and of SwiGLU's output, that share one UE8M0 scale: 32
         (exactly MXFP8), 128 (what DeepSeek-V4 uses), or "row": one scale for a whole row of x, one
         per 128 of SwiGLU's output. 128 and "row" are what FP8 tensor cores of Hopper need. See
@@ -117,7 +180,7 @@ class MegaMoEConfig:
             "activation",
             got=type(self.activation).__name__,
             want="a jax_megamoe.Activation",
-            remedy="use jax_megamoe.swiglu(limit=...)",
+            remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
         )
         granularity = self.activation_granularity
         check(

@@ -18,7 +18,13 @@ from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import check
 from jax_megamoe.failures import MegaMoERuntimeError
-from jax_megamoe.symmetric import granularity_number, moe_shape, region_array
+from jax_megamoe.symmetric import (
+    activation_number,
+    activation_params,
+    granularity_number,
+    moe_shape,
+    region_array,
+)
 from jax_megamoe.weights import ExpertWeights
 
 #: One interval of one role of one block; begin and end in nanoseconds of the GPU's global timer.
@@ -148,7 +154,7 @@ class GpuRanks:
 
     def prepare(self, tile: int = -1) -> None:
         """Compiles and loads the kernel of a tile, which `launch` does too."""
-        self._native.prepare(tile)
+        self._native.prepare(tile, activation_number(self.config.activation))
 
     def launch(
         self,
@@ -190,7 +196,7 @@ class GpuRanks:
             flush_l2,
             self.config.timeout_s if timeout_s is None else timeout_s,
             self.config.checked,
-            self._limit(),
+            *self._activation(),
             -1 if skip_rank is None else skip_rank,
             fault_rank,
             region,
@@ -207,7 +213,7 @@ class GpuRanks:
             calls,
             self.config.timeout_s if timeout_s is None else timeout_s,
             self.config.checked,
-            self._limit(),
+            *self._activation(),
         )
         self._raise_failures()
         return seconds
@@ -254,9 +260,9 @@ class GpuRanks:
             for cta in range(ctas)
         ]
 
-    def _limit(self) -> float:
-        limit = self.config.activation.limit
-        return float("inf") if limit is None else limit
+    def _activation(self) -> tuple[int, list[float]]:
+        activation = self.config.activation
+        return activation_number(activation), activation_params(activation).tolist()
 
     def _raise_failures(self) -> None:
         texts = [self.failure(rank) for rank in range(self.num_ranks)]

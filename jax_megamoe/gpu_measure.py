@@ -33,7 +33,7 @@ from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import check
 from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.symmetric import granularity_number, moe_shape
+from jax_megamoe.symmetric import activation_number, granularity_number, moe_shape
 from jax_megamoe.weights import GPU_CHUNK, ExpertWeights
 
 HBM_BYTES_PER_S = 4.6e12
@@ -232,7 +232,8 @@ def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]]) -> None:
     jobs = []
     for config, num_ranks, tile in kernels:
         shape, number = moe_shape(config, num_ranks, "sm_90a"), granularity_number(config)
-        jobs.append(list(native.gpu_kernel_options(shape, number, tile)))
+        kind = activation_number(config.activation)
+        jobs.append(list(native.gpu_kernel_options(shape, number, tile, activation=kind)))
     workers = min(len(jobs), 16, os.cpu_count() or 1)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:

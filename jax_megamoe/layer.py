@@ -20,7 +20,13 @@ from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
 from jax_megamoe.failures import check_failures
 from jax_megamoe.padding import pad_tokens, pad_weights
-from jax_megamoe.symmetric import SymmetricBuffer, granularity_number, moe_shape
+from jax_megamoe.symmetric import (
+    SymmetricBuffer,
+    activation_number,
+    activation_params,
+    granularity_number,
+    moe_shape,
+)
 from jax_megamoe.weights import ExpertWeights
 
 #: BF16 tokens, or a pair (E4M3 codes [tokens, H], UE8M0 scales [tokens, H/32]).
@@ -54,11 +60,11 @@ class MegaMoE:
 
     For token t of a rank, with expert e_k and routing weight p_k of slot k,
 
-        y[t] = sum_k W2[e_k] Q( p_k * silu(W1[e_k] Q(x[t])) * (W3[e_k] Q(x[t])) )
+        y[t] = sum_k W2[e_k] Q( p_k * act(W1[e_k] Q(x[t]), W3[e_k] Q(x[t])) )
 
-    where Q rounds to E4M3 with a UE8M0 scale per config.activation_granularity elements. Products
-    accumulate in FP32, each slot's row is rounded to BF16, rows are summed in FP32 in slot order,
-    and y is rounded to BF16.
+    where act is config.activation, by default ``silu(gate) * up``, and Q rounds to E4M3 with a
+    UE8M0 scale per config.activation_granularity elements. Products accumulate in FP32, each slot's
+    row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
 
     Args:
       config: shapes and limits.
@@ -441,12 +447,11 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
     if codes.shape[0] == 0:  # on every rank, as shapes are: XLA drops calls without elements
         y, *stats = (jnp.zeros(r.shape, r.dtype) for r in results)
         return y[:, : config.hidden], *stats
-    limit = np.inf if config.activation.limit is None else config.activation.limit
-
     granularity = granularity_number(config)
     attributes: dict[str, Any] = {
         "key": site.buffer_key,
-        "swiglu_limit": np.float32(limit),
+        "activation": np.int32(activation_number(config.activation)),
+        "activation_params": activation_params(config.activation),
         "granularity": np.int32(granularity),
         "timeout_s": np.float64(config.timeout_s),
         "checked": config.checked,

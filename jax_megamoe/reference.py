@@ -307,21 +307,35 @@ def linear1(dispatched: Dispatched, weights: ExpertWeights) -> jax.Array:
     return _by_blocks(acts, dispatched, weights.w13, weights.w13_sf, weights.w13.shape[1])
 
 
-@jax.custom_jvp
-def _silu(gate):
-    return gate / (1 + jnp.exp(-gate))
+# Derivatives of their own: those of the formulas are infinity / infinity where exp overflows.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _silu(gate, alpha):
+    return gate / (1 + jnp.exp(-alpha * gate))
 
 
 @_silu.defjvp
-def _silu_jvp(primals, tangents):
-    # Of the formula above it would be infinity / infinity where exp overflows, from -89 on.
+def _silu_jvp(alpha, primals, tangents):
     (gate,) = primals
-    sigmoid = jax.nn.sigmoid(gate)
-    return _silu(gate), tangents[0] * (sigmoid + gate * sigmoid * (1 - sigmoid))
+    sigmoid = jax.nn.sigmoid(alpha * gate)
+    slope = sigmoid + gate * (alpha * sigmoid * (1 - sigmoid))
+    return _silu(gate, alpha), tangents[0] * slope
+
+
+@jax.custom_jvp
+def _sigmoid(x):
+    return 1 / (1 + jnp.exp(-x))
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals, tangents):
+    sigmoid = _sigmoid(*primals)
+    return sigmoid, tangents[0] * sigmoid * (1 - sigmoid)
 
 
 def activate(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation) -> jax.Array:
-    """``silu(gate) * up * weight`` in FP32, clamped first if the activation has a limit.
+    """The activation times the routing weight in FP32; the weight comes last.
 
     Args:
       gate_up: [..., 2I] float32, gate channels first.
@@ -332,11 +346,18 @@ def activate(gate_up: jax.Array, topk_weights: jax.Array, activation: Activation
       [..., I] float32. A NaN in gate or up stays a NaN.
     """
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    weight = topk_weights.astype(jnp.float32)[..., None]
+    if activation.kind == "situ":
+        beta, linear_beta = np.float32(activation.beta), np.float32(activation.linear_beta)
+        bounded = beta * jnp.tanh(gate / beta) * _sigmoid(gate)
+        return bounded * (linear_beta * jnp.tanh(up / linear_beta)) * weight
     if activation.limit is not None:
         limit = jnp.float32(activation.limit)
         gate = jnp.minimum(gate, limit)
         up = jnp.clip(up, -limit, limit)
-    return _silu(gate) * up * topk_weights.astype(jnp.float32)[..., None]
+    if activation.kind == "gpt_oss_swiglu":
+        return _silu(gate, activation.alpha) * (up + 1) * weight
+    return _silu(gate, 1.0) * up * weight
 
 
 def swiglu(
@@ -462,6 +483,21 @@ def mega_moe(
     return combine(rows, dispatched, codes.shape[1], config)
 
 
+def activate_float64(gate: np.ndarray, up: np.ndarray, activation: Activation) -> np.ndarray:
+    """The activation in NumPy float64, without the routing weight; gate and up of one shape."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if activation.kind == "situ":
+            beta, linear_beta = activation.beta, activation.linear_beta
+            bounded = beta * np.tanh(gate / beta) / (1 + np.exp(-gate))
+            return bounded * linear_beta * np.tanh(up / linear_beta)
+        if activation.limit is not None:
+            limit = activation.limit
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        if activation.kind == "gpt_oss_swiglu":
+            return gate / (1 + np.exp(-np.float64(activation.alpha) * gate)) * (up + 1)
+        return gate / (1 + np.exp(-gate)) * up
+
+
 def dense_float64(
     x: np.ndarray,
     topk_idx: np.ndarray,
@@ -552,18 +588,14 @@ def _float64(x, topk_idx, topk_weights, weights, config, num_tokens, round_acts)
     if num_tokens is not None:
         routed &= np.arange(idx.shape[1])[None, :, None] < np.asarray(num_tokens)[:, None, None]
     topk_weights = np.asarray(topk_weights).astype(np.float64)
-    limit = config.activation.limit
     w_gate, w_up, w_down = (np.asarray(w) for w in weights)
     slots = [np.nonzero(routed & (idx == expert)) for expert in range(config.num_experts)]
     acts = np.zeros((*idx.shape, config.intermediate), np.float64)
     for expert, (rank, token, k) in enumerate(slots):
         gate = x[rank, token] @ w_gate[expert].astype(np.float64).T
         up = x[rank, token] @ w_up[expert].astype(np.float64).T
-        if limit is not None:
-            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        with np.errstate(over="ignore", invalid="ignore"):
-            silu = gate / (1 + np.exp(-gate))
-        acts[rank, token, k] = silu * up * topk_weights[rank, token, k][:, None]
+        values = activate_float64(gate, up, config.activation)
+        acts[rank, token, k] = values * topk_weights[rank, token, k][:, None]
     acts = round_acts(acts)
     y = np.zeros(x.shape, np.float64)
     for expert, (rank, token, k) in enumerate(slots):

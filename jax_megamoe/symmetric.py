@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax_megamoe._ffi import mesh_backend, native, register
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
-from jax_megamoe.config import MegaMoEConfig
+from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError, check
 from jax_megamoe.failures import raise_in_main_thread
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
@@ -63,6 +63,18 @@ def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> na
 def granularity_number(config: MegaMoEConfig) -> int:
     """The native module's number for config.activation_granularity: 32, 128, or 0 for rows."""
     return 0 if config.x_group == "row" else int(config.x_group)
+
+
+def activation_number(activation: Activation) -> int:
+    """The native module's number for an activation."""
+    return native.ACTIVATIONS.index(activation.kind)
+
+
+def activation_params(activation: Activation) -> np.ndarray:
+    """[4] float32: ActivationParams of cc/protocol/activation.h. What the kind lacks is 1."""
+    limit = np.inf if activation.limit is None else activation.limit
+    others = (activation.alpha, activation.beta, activation.linear_beta)
+    return np.array([limit, *(1 if value is None else value for value in others)], np.float32)
 
 
 def buffer_regions(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> list[Region]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jax_megamoe as jmm
-from jax_megamoe import quantize
+from jax_megamoe import quantize, reference
 from jax_megamoe._ffi import native
 from jax_megamoe.gpu_harness import GpuRanks, Outputs
 from jax_megamoe.symmetric import granularity_number, moe_shape, region_array
@@ -335,12 +335,9 @@ class SimulatedRanks:
             here, matrix = expert == e, owner * local + e
             gate[here] = x[here] @ self._dense[0][matrix].T
             up[here] = x[here] @ self._dense[1][matrix].T
-        if config.activation.limit is not None:
-            limit = np.float32(config.activation.limit)
-            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-        with np.errstate(over="ignore"):
-            acts = gate / (1 + np.exp(-gate)) * up * weight[:, None].astype(np.float32)
-        acts = self._damaged("swiglu", acts)
+        gate_up = jnp.concatenate([gate, up], axis=1)
+        acts = reference.activate(gate_up, weight, config.activation)
+        acts = self._damaged("swiglu", np.asarray(acts))
         pair = quantize.quantize_e4m3(jnp.asarray(acts), config.act_group)
         acts = np.asarray(quantize.dequantize_e4m3(*pair))
         self._ring(owner, 1, position, codes, sf, x, block_m, ring_blocks)

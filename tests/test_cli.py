@@ -240,8 +240,8 @@ def test_compile_one_kernel(monkeypatch, tmp_path, capsys):
     command = ["compile", "--arch", "sm_90a", *shape]
     assert main(command) == 0
     row = table(capsys.readouterr().out)["128"]
-    assert row[0] == "0" and row[1] == "8" and row[-1] == "written"
-    registers, shared_bytes, local, stores, loads = map(int, row[2:7])
+    assert row[:3] == ["swiglu", "0", "8"] and row[-1] == "written"
+    registers, shared_bytes, local, stores, loads = map(int, row[3:8])
     assert 32 <= registers <= 255
     # From two sources, the machine code and the compiler's log.
     assert local <= compile.ACCEPTED_LOCAL_BYTES
@@ -270,7 +270,7 @@ def test_compile_in_several_processes(monkeypatch, tmp_path, capsys):
 
 
 def outcome(**fields) -> compile._Outcome:
-    job = compile._Job("128", 4, 128, (), "", "")
+    job = compile._Job("128", "swiglu", 4, 128, (), "", "")
     needs = {"cache": "read", "registers": 168, "shared_bytes": 200_000}
     return compile._Outcome(job, 2.0, **(needs | fields))
 
@@ -315,7 +315,7 @@ def test_compile_fails_for(monkeypatch, capsys, fields, options, fault):
     output = capsys.readouterr().out
     assert output.count("FAIL: granularity 128, tile 4") == bool(fault) and fault in output
     if fields.get("log"):
-        assert table(output)["128"][5:7] == ["40", "56"]
+        assert table(output)["128"][6:8] == ["40", "56"]
 
 
 # demo --------------------------------------------------------------------------------------------

@@ -18,10 +18,13 @@ from jax_megamoe.config import (
     MAX_TOP_K,
     Activation,
     MegaMoEConfig,
+    gpt_oss_swiglu,
+    situ,
     swiglu,
 )
 from jax_megamoe.errors import MegaMoEError, check, check_array
 
+SITU = ("beta", "linear_beta")
 GOOD = {
     "num_experts": 64,
     "top_k": 6,
@@ -131,7 +134,7 @@ def test_activation_type():
         "activation",
         "str",
         "a jax_megamoe.Activation",
-        "use jax_megamoe.swiglu(limit=...)",
+        "use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
     )
 
 
@@ -139,10 +142,39 @@ def test_activation_kind():
     refused(
         lambda: Activation("gelu"),
         "activation.kind",
-        "gelu",
-        "'swiglu'",
-        "use jax_megamoe.swiglu(limit=...); no other activation is implemented",
+        "'gelu'",
+        "one of ('swiglu', 'gpt_oss_swiglu', 'situ')",
+        "use jax_megamoe.swiglu, gpt_oss_swiglu or situ; no other activation is implemented",
     )
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "got"),
+    [
+        (lambda: gpt_oss_swiglu(alpha=0), "alpha", "0.0"),
+        (lambda: gpt_oss_swiglu(limit=math.inf), "limit", "inf"),
+        (lambda: Activation("gpt_oss_swiglu", None, 1.702), "limit", "None"),
+        (lambda: situ(beta=-4), "beta", "-4.0"),
+        (lambda: situ(linear_beta=math.nan), "linear_beta", "nan"),
+        (lambda: Activation("situ", beta=4.0), "linear_beta", "None"),
+    ],
+)
+def test_activation_parameters(build, name, got):
+    kind = "situ" if "beta" in name else "gpt_oss_swiglu"
+    remedy = f"see jax_megamoe.{kind} for the values of published models"
+    refused(build, f"activation.{name}", got, "a positive finite number", remedy)
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "got", "kind", "parameters"),
+    [
+        (lambda: Activation("swiglu", alpha=1.5), "alpha", "1.5", "swiglu", ("limit",)),
+        (lambda: Activation("situ", 7.0, None, 4.0, 25.0), "limit", "7.0", "situ", SITU),
+    ],
+)
+def test_parameters_of_another_activation(build, name, got, kind, parameters):
+    want = f"None: {kind!r} has the parameters {parameters}"
+    refused(build, f"activation.{name}", got, want, f"use jax_megamoe.{kind}")
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, -math.inf, math.nan])
@@ -160,6 +192,12 @@ def test_swiglu():
     assert swiglu() == Activation("swiglu", None)
     assert swiglu(limit=10).limit == 10.0 and isinstance(swiglu(10).limit, float)
     assert isinstance(swiglu(np.float32(0.5)).limit, float)
+
+
+def test_activations_of_published_models():
+    assert gpt_oss_swiglu() == Activation("gpt_oss_swiglu", limit=7.0, alpha=1.702)
+    assert situ() == Activation("situ", beta=4.0, linear_beta=25.0)
+    assert len({swiglu(), swiglu(7), gpt_oss_swiglu(), situ(), situ(4, 25)}) == 4
 
 
 def test_row_limit():

@@ -17,6 +17,7 @@ from jax_megamoe.errors import MegaMoEError
 
 HEADERS = pathlib.Path(__file__).parent.parent / "cc"
 SOURCE = """
+#include "protocol/activation.h"
 #include "protocol/dispatch_order.h"
 #include "protocol/numerics.h"
 #include "protocol/ring.h"
@@ -24,6 +25,15 @@ SOURCE = """
 #include "protocol/workspace.h"
 
 using namespace jax_megamoe;
+
+struct Activate {
+  const float* values;
+  const ActivationParams& params;
+  template <Activation A>
+  __device__ float operator()() const {
+    return activate<A>(values[0], values[1], values[2], params);
+  }
+};
 
 extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, char* base,
                                           float* values) {
@@ -34,7 +44,9 @@ extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, 
     const RingPosition ring = ring_position(shape, block.pool_block);
     arrival[ring.slot] = l1_arrival_target(shape, ring.lap);
     const SourceRow source = locate_source_row(shape.num_ranks, block.valid_m, rows_of);
-    values[source.index] = swiglu(values[0], values[1], values[2], values[3]);
+    const ActivationParams params = {values[3], values[4], values[5], values[6]};
+    const Activation activation = static_cast<Activation>(rows[0]);
+    values[source.index] = with_activation(activation, Activate{values, params});
     uint8_t codes[kSfGroup];
     const uint8_t sf = quantize_group_e4m3(values, codes);
     values[source.rank] = e4m3_to_float(codes[0]) * ue8m0_to_float(sf);

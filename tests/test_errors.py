@@ -269,7 +269,7 @@ def test_direct_use_of_the_target_is_checked(layer, good):
     def body(x):
         return jax.lax.pcast(
             jax.ffi.ffi_call(
-                "jax_megamoe.mega_moe.v2",
+                "jax_megamoe.mega_moe.v3",
                 (
                     jax.ShapeDtypeStruct(x.shape, jnp.bfloat16),
                     jax.ShapeDtypeStruct((2,), jnp.int32),
@@ -283,7 +283,8 @@ def test_direct_use_of_the_target_is_checked(layer, good):
                 jax.lax.axis_index("ep").reshape(1),
                 *(jnp.zeros((2, 1, 1, 16), jnp.uint8),) * 4,
                 key=layer.buffer.key,
-                swiglu_limit=np.float32(np.inf),
+                activation=np.int32(0),
+                activation_params=np.ones(4, np.float32),
                 granularity=np.int32(32),
                 timeout_s=np.float64(5),
                 checked=False,

@@ -424,7 +424,7 @@ def test_exported_program_runs_in_another_process(tmp_path):
     assert run_script(tmp_path, "load").stdout.splitlines()[-1] == first.splitlines()[-1]
     alone = run_script(tmp_path, "no_layer", check=False)
     assert alone.returncode != 0
-    assert "jax_megamoe.mega_moe.v2" in alone.stderr  # the target that no layer has registered
+    assert "jax_megamoe.mega_moe.v3" in alone.stderr  # the target that no layer has registered
 
 
 def test_compilation_cache_works_across_processes(tmp_path):
@@ -435,7 +435,7 @@ def test_compilation_cache_works_across_processes(tmp_path):
 
 def test_export_needs_the_opt_in(layer, case, weights):
     pytest.importorskip("flatbuffers")
-    with pytest.raises(ValueError, match=r"jax_megamoe\.mega_moe\.v2"):
+    with pytest.raises(ValueError, match=r"jax_megamoe\.mega_moe\.v3"):
         jax.export.export(jax.jit(layer))(
             *jax.device_put(case.operands, NamedSharding(layer.mesh, P("ep"))), weights
         )

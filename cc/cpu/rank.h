@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "protocol/activation.h"
 #include "protocol/shape.h"
 #include "protocol/workspace.h"
 
@@ -44,7 +45,8 @@ struct CallArgs {
   const uint8_t* w13_sf = nullptr;  // [E/R, 2I/16, H/32, 16] ue8m0
   const uint8_t* w2 = nullptr;      // [E/R, H/16, I/2, 16]
   const uint8_t* w2_sf = nullptr;   // [E/R, H/16, I/32, 16]
-  float swiglu_limit = 0;           // +infinity: no clamp
+  Activation activation = Activation::kSwiglu;
+  ActivationParams activation_params;
   // Elements that share one scale: 32, 128, or 0: all of x's row, and 128 of SwiGLU's output.
   uint32_t granularity = kSfGroup;
   bool checked = false;         // an out-of-range expert id fails the call

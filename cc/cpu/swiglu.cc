@@ -6,6 +6,21 @@
 
 namespace jax_megamoe::cpu {
 
+namespace {
+
+constexpr uint32_t kColumns = kL1ItemRows / 2;
+
+// One row of the accumulator -> values[kColumns].
+template <Activation A>
+void activate_row(const float* tile, float weight, const ActivationParams& params, float* values) {
+  for (uint32_t column = 0; column < kColumns; ++column) {
+    const uint32_t gate = column / kInterleave * 2 * kInterleave + column % kInterleave;
+    values[column] = activate<A>(tile[gate], tile[gate + kInterleave], weight, params);
+  }
+}
+
+}  // namespace
+
 bool swiglu_epilogue(const RankView& view, const Block& block, const float* accumulator) {
   const MoeShape& shape = view.shape;
   const RingPosition ring = ring_position(shape, block.pool_block);
@@ -13,19 +28,17 @@ bool swiglu_epilogue(const RankView& view, const Block& block, const float* accu
                                        block.pool_block)) {
     return false;
   }
-  constexpr uint32_t kColumns = kL1ItemRows / 2;
   const uint32_t group = view.args.granularity == 0 ? kColumns : view.args.granularity;
   const uint64_t width = shape.intermediate;
   const uint64_t first_column = uint64_t{block.n_block} * kColumns;
+  const auto activate_any =
+      with_activation(view.args.activation, []<Activation A>() { return &activate_row<A>; });
   for (uint32_t m = 0; m < block.valid_m; ++m) {
     const uint64_t row = uint64_t{ring.slot} * shape.block_m + m;
     const float weight = view.local<Region::l1_topk_weights>()[row];
     const float* tile = accumulator + uint64_t{m} * kL1ItemRows;
     float values[kColumns];
-    for (uint32_t column = 0; column < kColumns; ++column) {
-      const uint32_t gate = column / kInterleave * 2 * kInterleave + column % kInterleave;
-      values[column] = swiglu(tile[gate], tile[gate + kInterleave], weight, view.args.swiglu_limit);
-    }
+    activate_any(tile, weight, view.args.activation_params, values);
     uint8_t* codes = view.local<Region::l2_acts>() + row * width + first_column;
     uint8_t* sf = view.local<Region::l2_acts_sf>() + (row * width + first_column) / kSfGroup;
     for (uint32_t first = 0; first < kColumns; first += group) {

@@ -1,4 +1,4 @@
-// swiglu.h: token path, stage 3. The epilogue of linear 1: clamp, SwiGLU, routing weight, FP8.
+// swiglu.h: token path, stage 3. The epilogue of linear 1: activation, routing weight, FP8.
 #pragma once
 
 #include "cpu/rank.h"

@@ -25,7 +25,7 @@ constexpr size_t kMaxRefusedRuns = 64;
 struct Process {
   std::mutex mutex;
   std::set<GpuBuffer*> buffers;
-  std::multimap<std::string, uint32_t> wishes;  // key -> tile
+  std::multimap<std::string, KernelVariant> wishes;  // of a buffer's key
   std::function<void(const std::string&)> listener;
 };
 
@@ -73,13 +73,13 @@ GpuBuffer::GpuBuffer(std::string key, const MoeShape& layout, gpu::Granularity g
     group->runs.resize(layout.num_ranks, -1);
     groups_.push_back(std::move(group));
   }
-  std::set<uint32_t> wanted;
+  std::set<KernelVariant> wanted;
   {
     std::lock_guard<std::mutex> lock(process().mutex);
     const auto [begin, end] = process().wishes.equal_range(this->key());
     for (auto it = begin; it != end; ++it) wanted.insert(it->second);
   }
-  for (uint32_t tile : wanted) kernels_->prepare(tile);
+  for (const KernelVariant& variant : wanted) kernels_->prepare(variant);
   {
     std::lock_guard<std::mutex> lock(process().mutex);
     process().buffers.insert(this);
@@ -118,11 +118,11 @@ LaunchResult GpuBuffer::launch(const host::RankOfDevice& place, const Launch& la
     // Between the two another rank's kernel may have failed.
     if (group.failed.load() || group.ranks->has_failed()) continue;
     const int ordinal = group.ranks->place(place.rank).device.ordinal;
-    const LoadedKernel* kernel = kernels_->find(launch.tile, ordinal);
+    const LoadedKernel* kernel = kernels_->find(launch.kernel, ordinal);
     if (kernel == nullptr) {
       return {host::CallStatus::kUnavailable,
-              "jax_megamoe: symmetric buffer " + key() + ": got no kernel with tile " +
-                  std::to_string(launch.tile) +
+              "jax_megamoe: symmetric buffer " + key() + ": got no kernel with " +
+                  launch.kernel.text() +
                   "; expected the one that was loaded when the program was compiled. Compile the "
                   "program again: jax.clear_caches()."};
     }
@@ -318,17 +318,18 @@ void shut_down_all() {
   for (GpuBuffer* buffer : buffers) buffer->shut_down();
 }
 
-KernelWish::KernelWish(std::string key, uint32_t tile) : key_(std::move(key)), tile_(tile) {
-  if (const auto buffer = host::find_buffer_of<GpuBuffer>(key_)) buffer->kernels().prepare(tile_);
+KernelWish::KernelWish(std::string key, const KernelVariant& kernel)
+    : key_(std::move(key)), kernel_(kernel) {
+  if (const auto buffer = host::find_buffer_of<GpuBuffer>(key_)) buffer->kernels().prepare(kernel_);
   std::lock_guard<std::mutex> lock(process().mutex);
-  process().wishes.emplace(key_, tile_);
+  process().wishes.emplace(key_, kernel_);
 }
 
 KernelWish::~KernelWish() {
   std::lock_guard<std::mutex> lock(process().mutex);
   const auto [begin, end] = process().wishes.equal_range(key_);
   for (auto it = begin; it != end; ++it) {
-    if (it->second != tile_) continue;
+    if (it->second != kernel_) continue;
     process().wishes.erase(it);
     return;
   }

@@ -34,7 +34,7 @@ struct LaunchResult {
 // What one execution of a call passes besides KernelArgs.
 struct Launch {
   int64_t run;  // XLA's number of the execution of the program; the same on all ranks
-  uint32_t tile;
+  KernelVariant kernel;
   CUstream stream;
 };
 
@@ -108,14 +108,14 @@ void shut_down_all();
 class KernelWish {
  public:
   // Loads the kernel now if the buffer exists. Throws what KernelTable::prepare throws.
-  KernelWish(std::string key, uint32_t tile);
+  KernelWish(std::string key, const KernelVariant& kernel);
   ~KernelWish();
   KernelWish(const KernelWish&) = delete;
   KernelWish& operator=(const KernelWish&) = delete;
 
  private:
   const std::string key_;
-  const uint32_t tile_;
+  const KernelVariant kernel_;
 };
 
 }  // namespace jax_megamoe::cuda

@@ -229,12 +229,16 @@ uint32_t GpuRanks::select_tile() const {
   return gpu::select_tile(granularity_, shape_, rows);
 }
 
-void GpuRanks::prepare(int32_t tile) {
-  require(0);
-  kernels_->prepare(tile < 0 ? select_tile() : static_cast<uint32_t>(tile));
+KernelVariant GpuRanks::variant(int32_t tile, Activation activation) const {
+  return {tile < 0 ? select_tile() : static_cast<uint32_t>(tile), activation};
 }
 
-uint32_t GpuRanks::begin(const LaunchOptions& options) {
+void GpuRanks::prepare(int32_t tile, Activation activation) {
+  require(0);
+  kernels_->prepare(variant(tile, activation));
+}
+
+KernelVariant GpuRanks::begin(const LaunchOptions& options) {
   for (uint32_t r = 0; r < ranks_.size(); ++r) {
     require(r);
     if (!ranks_[r].has_weights || !ranks_[r].has_inputs) {
@@ -242,8 +246,8 @@ uint32_t GpuRanks::begin(const LaunchOptions& options) {
                                   ": call set_weights and set_inputs for every rank first.");
     }
   }
-  const uint32_t tile = options.tile < 0 ? select_tile() : static_cast<uint32_t>(options.tile);
-  kernels_->prepare(tile);
+  const KernelVariant kernel = variant(options.tile, options.activation);
+  kernels_->prepare(kernel);
   group_->synchronize();
   group_->clear_trace();
   if (options.fault_rank >= 0) {
@@ -254,18 +258,18 @@ uint32_t GpuRanks::begin(const LaunchOptions& options) {
   for (uint32_t r = 0; r < ranks_.size(); ++r) {
     gpu::KernelArgs& args = ranks_[r].args;
     args.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
-    args.swiglu_limit = options.swiglu_limit;
+    gpu::set_activation_params(args, options.activation_params);
     args.checked = options.checked;
     args.fault_region =
         static_cast<int32_t>(r) == options.fault_rank ? options.fault_region : 0xFFFFFFFFu;
   }
-  return tile;
+  return kernel;
 }
 
-void GpuRanks::launch_rank(uint32_t r, uint32_t tile) const {
+void GpuRanks::launch_rank(uint32_t r, const KernelVariant& kernel) const {
   const RankPlace& place = group_->place(r);
   gpu::KernelArgs args = ranks_[r].args;
-  kernels_->find(tile, place.device.ordinal)->launch(ranks_[r].stream, place.num_ctas, args);
+  kernels_->find(kernel, place.device.ordinal)->launch(ranks_[r].stream, place.num_ctas, args);
 }
 
 void GpuRanks::flush_l2() {
@@ -343,7 +347,7 @@ bool GpuRanks::collect_failures() {
 }
 
 std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repeats, bool flush) {
-  const uint32_t tile = begin(options);
+  const KernelVariant kernel = begin(options);
   const auto runs = [&](uint32_t r) { return static_cast<int32_t>(r) != options.skip_rank; };
   std::vector<double> times;
   for (uint32_t repeat = 0; repeat < repeats; ++repeat) {
@@ -368,7 +372,7 @@ std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repe
         if (!runs(r)) continue;
         const ScopedContext scope(group_->place(r).device);
         check(driver().event_record(ranks_[r].start, ranks_[r].stream), "cuEventRecord");
-        launch_rank(r, tile);
+        launch_rank(r, kernel);
         check(driver().event_record(ranks_[r].end, ranks_[r].stream), "cuEventRecord");
       }
     } catch (...) {
@@ -395,13 +399,13 @@ std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repe
 }
 
 double GpuRanks::launch_burst(const LaunchOptions& options, uint32_t calls) {
-  const uint32_t tile = begin(options);
+  const KernelVariant kernel = begin(options);
   group_->synchronize();
   const auto start = Clock::now();
   for (uint32_t call = 0; call < calls; ++call) {
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       const ScopedContext scope(group_->place(r).device);
-      launch_rank(r, tile);
+      launch_rank(r, kernel);
     }
     if (group_->has_failed()) break;  // later calls would give up as well
   }

@@ -26,7 +26,8 @@ struct LaunchOptions {
   int32_t tile = -1;  // -1: gpu::select_tile for the largest number of rows of a rank
   double timeout_s = 10;
   bool checked = false;
-  float swiglu_limit = 0;   // +infinity: no clamp
+  Activation activation = Activation::kSwiglu;
+  ActivationParams activation_params;
   int32_t skip_rank = -1;   // this rank's kernel is not launched
   int32_t fault_rank = -1;  // this rank loses its next signal to a counter of fault_region
   uint32_t fault_region = 0;
@@ -53,7 +54,7 @@ class GpuRanks {
 
   uint32_t select_tile() const;
   // Compiles and loads; launch() does it too.
-  void prepare(int32_t tile);
+  void prepare(int32_t tile, Activation activation);
 
   // Runs the call `repeats` times. Returns [repeats][num_ranks] microseconds on the GPU, NaN for a
   // rank that was skipped. With flush_l2 the L2 holds other data before each call. Ends at the
@@ -83,8 +84,9 @@ class GpuRanks {
   };
 
   void require(uint32_t rank) const;
-  uint32_t begin(const LaunchOptions& options);  // returns the tile
-  void launch_rank(uint32_t rank, uint32_t tile) const;
+  KernelVariant variant(int32_t tile, Activation activation) const;
+  KernelVariant begin(const LaunchOptions& options);
+  void launch_rank(uint32_t rank, const KernelVariant& kernel) const;
   void flush_l2();
   void wait(double timeout_s);
   bool collect_failures();

@@ -21,7 +21,8 @@ std::vector<std::string> KernelConfig::options() const {
           define("JMM_MAX_TOKENS", layout.max_tokens),
           define("JMM_RING_BLOCKS", layout.ring_blocks),
           define("JMM_GRANULARITY", static_cast<uint32_t>(granularity)),
-          define("JMM_TILE", tile),
+          define("JMM_TILE", variant.tile),
+          define("JMM_ACTIVATION", static_cast<uint32_t>(variant.activation)),
           define("JMM_TRACE", trace ? 1 : 0)};
 }
 
@@ -39,10 +40,25 @@ gpu::Granularity to_granularity(uint32_t value) {
   }
 }
 
+Activation to_activation(uint32_t value) {
+  if (value < kNumActivations) return static_cast<Activation>(value);
+  std::string names;
+  for (uint32_t i = 0; i < kNumActivations; ++i) {
+    names += (i == 0 ? "" : ", ") + std::to_string(i) + " (" + kActivationNames[i] + ")";
+  }
+  throw std::invalid_argument("jax_megamoe: activation: got " + std::to_string(value) +
+                              "; expected one of " + names + ".");
+}
+
+std::string KernelVariant::text() const {
+  return "tile " + std::to_string(tile) + ", activation " +
+         kActivationNames[static_cast<uint32_t>(activation)];
+}
+
 LoadedKernel::LoadedKernel(const Device& device, const std::string& cubin,
                            const KernelConfig& config)
     : device_(device),
-      num_threads_(gpu::tile_config(config.granularity, config.tile).num_threads()) {
+      num_threads_(gpu::tile_config(config.granularity, config.variant.tile).num_threads()) {
   const Driver& api = driver();
   const ScopedContext scope(device_);
   check(api.module_load_data(&module_, cubin.data()), "cuModuleLoadData");
@@ -109,15 +125,15 @@ KernelTable::KernelTable(const MoeShape& layout, gpu::Granularity granularity, b
   }
 }
 
-void KernelTable::prepare(uint32_t tile) {
-  if (tile >= gpu::num_tiles(granularity_)) {
-    throw std::invalid_argument("jax_megamoe: tile: got " + std::to_string(tile) +
+void KernelTable::prepare(const KernelVariant& variant) {
+  if (variant.tile >= gpu::num_tiles(granularity_)) {
+    throw std::invalid_argument("jax_megamoe: tile: got " + std::to_string(variant.tile) +
                                 "; expected 0.." +
                                 std::to_string(gpu::num_tiles(granularity_) - 1) + ".");
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  if (kernels_.count({tile, devices_[0].ordinal}) != 0) return;
-  const KernelConfig config{layout_, granularity_, tile, trace_};
+  if (kernels_.count({variant, devices_[0].ordinal}) != 0) return;
+  const KernelConfig config{layout_, granularity_, variant, trace_};
   const std::string cubin = toolchain_.compile ? toolchain_.compile(config)
                                                : compile(kKernelSource, toolchain_.include_dir,
                                                          config.options(), toolchain_.nvrtc_path)
@@ -127,13 +143,13 @@ void KernelTable::prepare(uint32_t tile) {
     loaded.push_back(std::make_unique<LoadedKernel>(device, cubin, config));
   }
   for (size_t i = 0; i < devices_.size(); ++i) {
-    kernels_[{tile, devices_[i].ordinal}] = std::move(loaded[i]);
+    kernels_[{variant, devices_[i].ordinal}] = std::move(loaded[i]);
   }
 }
 
-const LoadedKernel* KernelTable::find(uint32_t tile, int device_ordinal) {
+const LoadedKernel* KernelTable::find(const KernelVariant& variant, int device_ordinal) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = kernels_.find({tile, device_ordinal});
+  const auto it = kernels_.find({variant, device_ordinal});
   return it == kernels_.end() ? nullptr : it->second.get();
 }
 

@@ -1,6 +1,7 @@
 // kernel.h: one compiled kernel on one device, and the sizes it was compiled for.
 #pragma once
 
+#include <compare>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,14 +12,24 @@
 #include "cuda/driver.h"
 #include "gpu/kernel_args.h"
 #include "gpu/tile_config.h"
+#include "protocol/activation.h"
 
 namespace jax_megamoe::cuda {
+
+// Which of a buffer's kernels: what its calls may differ in.
+struct KernelVariant {
+  uint32_t tile = 0;  // of gpu::tile_config()
+  Activation activation = Activation::kSwiglu;
+
+  auto operator<=>(const KernelVariant&) const = default;
+  std::string text() const;  // "tile 3, activation situ"
+};
 
 // What a kernel is specialised on. `layout` is gpu::layout_shape() of the layer's shape.
 struct KernelConfig {
   MoeShape layout;
   gpu::Granularity granularity;
-  uint32_t tile;  // of gpu::tile_config()
+  KernelVariant variant;
   bool trace = false;
 
   std::vector<std::string> options() const;  // of the compiler
@@ -34,6 +45,8 @@ struct Toolchain {
 
 // Granularity from 0 ("row"), 32 or 128; throws std::invalid_argument otherwise.
 gpu::Granularity to_granularity(uint32_t value);
+// Activation from its number; throws std::invalid_argument otherwise.
+Activation to_activation(uint32_t value);
 
 // A kernel loaded on one device. Loading may wait for everything the device is doing, so it must
 // not happen while a kernel there waits for a peer that is still to be launched.
@@ -56,17 +69,17 @@ class LoadedKernel {
   uint32_t shared_bytes_ = 0;
 };
 
-// The kernels of one buffer, by tile, each on all of the buffer's devices. Thread-safe.
+// The kernels of one buffer, by variant, each on all of the buffer's devices. Thread-safe.
 class KernelTable {
  public:
   KernelTable(const MoeShape& layout, gpu::Granularity granularity, bool trace,
               std::vector<Device> devices, Toolchain toolchain);
 
-  // Compiles and loads the kernel of a tile unless it is there. Throws CudaError or
+  // Compiles and loads a kernel unless it is there. Throws CudaError, std::invalid_argument or
   // std::runtime_error.
-  void prepare(uint32_t tile);
-  // Null if the tile has not been prepared.
-  const LoadedKernel* find(uint32_t tile, int device_ordinal);
+  void prepare(const KernelVariant& variant);
+  // Null if it has not been prepared.
+  const LoadedKernel* find(const KernelVariant& variant, int device_ordinal);
   void leak();
 
  private:
@@ -76,7 +89,7 @@ class KernelTable {
   const std::vector<Device> devices_;  // each once
   const Toolchain toolchain_;
   std::mutex mutex_;
-  std::map<std::pair<uint32_t, int>, std::unique_ptr<LoadedKernel>> kernels_;
+  std::map<std::pair<KernelVariant, int>, std::unique_ptr<LoadedKernel>> kernels_;
 };
 
 }  // namespace jax_megamoe::cuda

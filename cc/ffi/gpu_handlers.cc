@@ -21,14 +21,17 @@ namespace {
 ffi::ErrorOr<std::unique_ptr<GpuCallSite>> instantiate(ffi::Dictionary attributes) {
   const auto key = attributes.get<std::string_view>("key");
   const auto tile = attributes.get<int32_t>("tile");
-  if (!key.has_value() || !tile.has_value() || *tile < 0) {
+  const auto activation = attributes.get<int32_t>("activation");
+  if (!key.has_value() || !tile.has_value() || *tile < 0 || !activation.has_value()) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_megamoe: custom call: got no attributes key and tile; expected those that "
+        "jax_megamoe: custom call: got no attributes key, tile and activation; expected those that "
         "jax_megamoe.MegaMoE passes. Call it instead of the target."));
   }
   auto site = std::make_unique<GpuCallSite>();
   try {
-    site->wish = std::make_unique<cuda::KernelWish>(std::string(*key), *tile);
+    const cuda::KernelVariant kernel = {static_cast<uint32_t>(*tile),
+                                        cuda::to_activation(static_cast<uint32_t>(*activation))};
+    site->wish = std::make_unique<cuda::KernelWish>(std::string(*key), kernel);
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what()));
   }
@@ -36,7 +39,8 @@ ffi::ErrorOr<std::unique_ptr<GpuCallSite>> instantiate(ffi::Dictionary attribute
 }
 
 ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, void* stream,
-                   std::string_view key, float swiglu_limit, int32_t granularity, double timeout_s,
+                   std::string_view key, int32_t activation,
+                   ffi::Span<const float> activation_params, int32_t granularity, double timeout_s,
                    bool checked, int32_t tile, ffi::AnyBuffer x, ffi::AnyBuffer x_sf,
                    ffi::AnyBuffer topk_idx, ffi::AnyBuffer topk_weights, ffi::AnyBuffer num_tokens,
                    ffi::AnyBuffer ep_rank, ffi::AnyBuffer w13, ffi::AnyBuffer w13_sf,
@@ -55,7 +59,8 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
                              w13_sf, w2,   w2_sf,    *y,           *received,  *status};
   const WeightDims weights = {
       {e, 2 * i / rows, h / columns, chunk}, {e, 2 * i}, {e, h / rows, i / columns, chunk}, {e, h}};
-  if (const ffi::Error error = check_operands(operands, shape, weights, granularity);
+  const Attributes attributes = {granularity, activation, activation_params};
+  if (const ffi::Error error = check_operands(operands, shape, weights, attributes);
       error.failure()) {
     return error;
   }
@@ -71,15 +76,15 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
   args.ep_rank = static_cast<const int32_t*>(ep_rank.untyped_data());
   args.w13_base = static_cast<const uint8_t*>(w13_sf.untyped_data());
   args.w2_base = static_cast<const uint8_t*>(w2_sf.untyped_data());
-  args.swiglu_limit = swiglu_limit;
+  gpu::set_activation_params(args, attributes.to_params());
   args.checked = checked;
   args.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
 
+  const cuda::KernelVariant kernel = {static_cast<uint32_t>(tile), attributes.to_activation()};
   try {
     bool captured = false;
     const cuda::LaunchResult result = buffer->launch(
-        *place, {run.run_id, static_cast<uint32_t>(tile), static_cast<cuda::CUstream>(stream)},
-        args, &captured);
+        *place, {run.run_id, kernel, static_cast<cuda::CUstream>(stream)}, args, &captured);
     if (captured) site->keep(buffer);
     if (result.status == host::CallStatus::kOk) return ffi::Error::Success();
     return error_of(result.status, result.message);
@@ -113,7 +118,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeGpuExecute, jax_megamoe::ffi_api::execut
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Attr<std::string_view>("key")
-                                  .Attr<float>("swiglu_limit")
+                                  .Attr<int32_t>("activation")
+                                  .Attr<ffi::Span<const float>>("activation_params")
                                   .Attr<int32_t>("granularity")
                                   .Attr<double>("timeout_s")
                                   .Attr<bool>("checked")

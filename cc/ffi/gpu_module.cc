@@ -1,11 +1,13 @@
 #include "ffi/gpu_module.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -27,6 +29,7 @@ namespace jax_megamoe {
 namespace {
 
 using HostBytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using ParamArray = std::array<float, kNumActivationParams>;
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
 cuda::HostArray host_array(const HostBytes& array) { return {array.data(), array.nbytes()}; }
@@ -73,10 +76,10 @@ MoeShape gpu_shape(uint32_t num_ranks, uint32_t num_experts, uint32_t top_k, uin
 }
 
 std::vector<std::string> kernel_options(const MoeShape& layout, uint32_t granularity, uint32_t tile,
-                                        bool trace) {
+                                        bool trace, uint32_t activation) {
   const gpu::Granularity g = cuda::to_granularity(granularity);
   if (tile >= gpu::num_tiles(g)) throw std::invalid_argument("jax_megamoe: no such tile");
-  return cuda::KernelConfig{layout, g, tile, trace}.options();
+  return cuda::KernelConfig{layout, g, {tile, cuda::to_activation(activation)}, trace}.options();
 }
 
 nb::list tiles(uint32_t granularity) {
@@ -105,14 +108,16 @@ std::unique_ptr<cuda::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t 
                                           cuda::Toolchain{include_dir, nvrtc_path, nullptr}, trace);
 }
 
-cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked, float limit,
+cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
+                                   uint32_t activation, const ActivationParams& params,
                                    int32_t skip_rank, int32_t fault_rank,
                                    const std::string& fault_region, bool gate) {
   cuda::LaunchOptions options;
   options.tile = tile;
   options.timeout_s = timeout_s;
   options.checked = checked;
-  options.swiglu_limit = limit;
+  options.activation = cuda::to_activation(activation);
+  options.activation_params = params;
   options.skip_rank = skip_rank;
   options.fault_rank = fault_rank;
   options.fault_region = fault_rank < 0 ? 0 : region_number(fault_region);
@@ -151,29 +156,37 @@ void bind_gpu_ranks(nb::module_& m) {
           "rank"_a, "num_rows"_a, "x"_a, "x_sf"_a.none(), "topk_idx"_a, "topk_weights"_a,
           "num_tokens"_a.none(), "Copies one rank's operands to its GPU.")
       .def("select_tile", &GpuRanks::select_tile, "The tile that the number of rows asks for.")
-      .def("prepare", &GpuRanks::prepare, "tile"_a, Release(), "Compiles and loads a kernel.")
+      .def(
+          "prepare",
+          [](GpuRanks& self, int32_t tile, uint32_t activation) {
+            self.prepare(tile, cuda::to_activation(activation));
+          },
+          "tile"_a, "activation"_a, Release(), "Compiles and loads a kernel.")
       .def(
           "launch",
           [](GpuRanks& self, int32_t tile, uint32_t repeats, bool flush_l2, double timeout_s,
-             bool checked, float limit, int32_t skip_rank, int32_t fault_rank,
-             const std::string& fault_region, bool gate) {
-            const auto options = launch_options(tile, timeout_s, checked, limit, skip_rank,
+             bool checked, uint32_t activation, const ParamArray& params, int32_t skip_rank,
+             int32_t fault_rank, const std::string& fault_region, bool gate) {
+            const auto options = launch_options(tile, timeout_s, checked, activation,
+                                                to_activation_params(params.data()), skip_rank,
                                                 fault_rank, fault_region, gate);
             nb::gil_scoped_release release;
             return self.launch(options, repeats, flush_l2);
           },
-          "tile"_a, "repeats"_a, "flush_l2"_a, "timeout_s"_a, "checked"_a, "limit"_a, "skip_rank"_a,
-          "fault_rank"_a, "fault_region"_a, "gate"_a,
+          "tile"_a, "repeats"_a, "flush_l2"_a, "timeout_s"_a, "checked"_a, "activation"_a,
+          "activation_params"_a, "skip_rank"_a, "fault_rank"_a, "fault_region"_a, "gate"_a,
           "Microseconds of every rank in every repeat, flat.")
       .def(
           "launch_burst",
           [](GpuRanks& self, int32_t tile, uint32_t calls, double timeout_s, bool checked,
-             float limit) {
-            const auto options = launch_options(tile, timeout_s, checked, limit, -1, -1, "", false);
+             uint32_t activation, const ParamArray& params) {
+            const auto options =
+                launch_options(tile, timeout_s, checked, activation,
+                               to_activation_params(params.data()), -1, -1, "", false);
             nb::gil_scoped_release release;
             return self.launch_burst(options, calls);
           },
-          "tile"_a, "calls"_a, "timeout_s"_a, "checked"_a, "limit"_a,
+          "tile"_a, "calls"_a, "timeout_s"_a, "checked"_a, "activation"_a, "activation_params"_a,
           "Calls without waiting in between; seconds in all.")
       .def(
           "y", [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.y(rank)); }, "rank"_a)
@@ -291,7 +304,8 @@ void bind_gpu(nb::module_& m) {
         "The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises "
         "ValueError for an invalid shape.");
   m.def("gpu_kernel_options", &kernel_options, "shape"_a, "granularity"_a, "tile"_a,
-        "trace"_a = false, "The compiler's options for one kernel, without include directories.");
+        "trace"_a = false, "activation"_a = 0,
+        "The compiler's options for one kernel, without include directories.");
   m.def("gpu_tiles", &tiles, "granularity"_a, "The tile configurations, narrowest first.");
   m.def(
       "gpu_select_tile",

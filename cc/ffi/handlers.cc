@@ -32,12 +32,13 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> instantiate(ffi::Dictionary) {
 }
 
 ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std::string_view key,
-                    float swiglu_limit, int32_t granularity, double timeout_s, bool checked,
-                    ffi::AnyBuffer x, ffi::AnyBuffer x_sf, ffi::AnyBuffer topk_idx,
-                    ffi::AnyBuffer topk_weights, ffi::AnyBuffer num_tokens, ffi::AnyBuffer ep_rank,
-                    ffi::AnyBuffer w13, ffi::AnyBuffer w13_sf, ffi::AnyBuffer w2,
-                    ffi::AnyBuffer w2_sf, ffi::Result<ffi::AnyBuffer> y,
-                    ffi::Result<ffi::AnyBuffer> received, ffi::Result<ffi::AnyBuffer> status) {
+                    int32_t activation, ffi::Span<const float> activation_params,
+                    int32_t granularity, double timeout_s, bool checked, ffi::AnyBuffer x,
+                    ffi::AnyBuffer x_sf, ffi::AnyBuffer topk_idx, ffi::AnyBuffer topk_weights,
+                    ffi::AnyBuffer num_tokens, ffi::AnyBuffer ep_rank, ffi::AnyBuffer w13,
+                    ffi::AnyBuffer w13_sf, ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf,
+                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> received,
+                    ffi::Result<ffi::AnyBuffer> status) {
   const auto buffer = host::find_buffer_of<host::CpuBuffer>(std::string(key));
   if (buffer == nullptr) return fail(no_buffer_error(key));
   const host::RankOfDevice* place = buffer->find_device(device_ordinal);
@@ -52,7 +53,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
                               {e, 2 * i / panel, h / group, panel},
                               {e, h / panel, i / 2, panel},
                               {e, h / panel, i / group, panel}};
-  if (const ffi::Error error = check_operands(operands, shape, weights, granularity);
+  const Attributes attributes = {granularity, activation, activation_params};
+  if (const ffi::Error error = check_operands(operands, shape, weights, attributes);
       error.failure()) {
     return fail(error);
   }
@@ -66,7 +68,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
   fill_common(args, operands);
   args.w13_sf = static_cast<const uint8_t*>(w13_sf.untyped_data());
   args.w2_sf = static_cast<const uint8_t*>(w2_sf.untyped_data());
-  args.swiglu_limit = swiglu_limit;
+  args.activation = attributes.to_activation();
+  args.activation_params = attributes.to_params();
   args.granularity = static_cast<uint32_t>(granularity);
   args.checked = checked;
 
@@ -98,7 +101,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeCpuExecute, jax_megamoe::ffi_api::execut
                                   .Ctx<ffi::RunId>()
                                   .Ctx<ffi::DeviceOrdinal>()
                                   .Attr<std::string_view>("key")
-                                  .Attr<float>("swiglu_limit")
+                                  .Attr<int32_t>("activation")
+                                  .Attr<ffi::Span<const float>>("activation_params")
                                   .Attr<int32_t>("granularity")  // 32, 128, or 0: rows of x
                                   .Attr<double>("timeout_s")
                                   .Attr<bool>("checked")

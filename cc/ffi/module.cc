@@ -2,10 +2,12 @@
 // pure functions for tests and for `python -m jax_megamoe info`.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -14,9 +16,11 @@
 #include <tuple>
 #include <vector>
 
+#include "cuda/kernel.h"
 #include "ffi/gpu_module.h"
 #include "ffi/handlers.h"
 #include "host/symmetric_buffer.h"
+#include "protocol/activation.h"
 #include "protocol/dispatch_order.h"
 #include "protocol/numerics.h"
 #include "protocol/scheduler.h"
@@ -182,20 +186,27 @@ nb::tuple quantize_groups(const Array<float>& values) {
   return nb::make_tuple(codes_array, sf_array);
 }
 
-OutArray<float> swiglu_array(const Array<float>& gate, const Array<float>& up,
-                             const Array<float>& weight, float limit) {
+OutArray<float> activate_array(const Array<float>& gate, const Array<float>& up,
+                               const Array<float>& weight, uint32_t activation,
+                               const std::array<float, kNumActivationParams>& params) {
   if (gate.size() != up.size() || gate.size() != weight.size()) {
-    throw std::invalid_argument("jax_megamoe: swiglu: gate, up and weight differ in length");
+    throw std::invalid_argument("jax_megamoe: activate: gate, up and weight differ in length");
   }
   float* out;
   auto result = make_array<float>(gate.size(), &out);
-  for (size_t i = 0; i < gate.size(); ++i) {
-    out[i] = swiglu(gate.data()[i], up.data()[i], weight.data()[i], limit);
-  }
+  with_activation(cuda::to_activation(activation), [&]<Activation A>() {
+    for (size_t i = 0; i < gate.size(); ++i) {
+      out[i] = activate<A>(gate.data()[i], up.data()[i], weight.data()[i],
+                           to_activation_params(params.data()));
+    }
+  });
   return result;
 }
 
 void bind_protocol(nb::module_& m) {
+  nb::list activations;
+  for (const char* name : kActivationNames) activations.append(name);
+  m.attr("ACTIVATIONS") = nb::tuple(activations);
   m.def("source_rows", &source_rows, "counts"_a,
         "(rank, index) of every row of an expert, in pool order, from the ranks' row counts.");
   m.def("visit_blocks", &visit_blocks, "shape"_a, "rows_of_expert"_a, "worker"_a, "num_workers"_a,
@@ -239,7 +250,8 @@ void bind_protocol(nb::module_& m) {
   m.def(
       "float_to_bf16", [](const Array<float>& v) { return map_array<uint16_t>(v, float_to_bf16); },
       "values"_a);
-  m.def("swiglu", &swiglu_array, "gate"_a, "up"_a, "weight"_a, "limit"_a);
+  m.def("activate", &activate_array, "gate"_a, "up"_a, "weight"_a, "activation"_a, "params"_a,
+        "The activation in FP32; its number is an index of ACTIVATIONS.");
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ int64_t Operands::rows() const {
 }
 
 ffi::Error check_operands(const Operands& o, const MoeShape& shape, const WeightDims& weights,
-                          int32_t granularity) {
+                          const Attributes& attributes) {
   const int64_t h = shape.hidden, k = shape.top_k, e = shape.num_local_experts();
   const int64_t rows = o.rows();
   const auto u8 = ffi::DataType::U8;
@@ -93,11 +93,23 @@ ffi::Error check_operands(const Operands& o, const MoeShape& shape, const Weight
         "jax_megamoe: x: got " + std::to_string(rows) + " rows; expected at most " +
         std::to_string(shape.max_tokens) + ". Raise MegaMoEConfig.max_tokens_per_rank.");
   }
+  const int32_t granularity = attributes.granularity;
   if (granularity != 0 && granularity != 32 && granularity != 128) {
     return ffi::Error::InvalidArgument(
         "jax_megamoe: granularity: got " + std::to_string(granularity) +
         "; expected 32, 128, or 0 for rows. Call jax_megamoe.MegaMoE, which passes "
         "MegaMoEConfig.activation_granularity on.");
+  }
+  if (attributes.activation < 0 ||
+      static_cast<uint32_t>(attributes.activation) >= kNumActivations ||
+      attributes.activation_params.size() != kNumActivationParams) {
+    return ffi::Error::InvalidArgument(
+        "jax_megamoe: activation: got " + std::to_string(attributes.activation) + " with " +
+        std::to_string(attributes.activation_params.size()) +
+        " parameters; expected a number from "
+        "0 to " +
+        std::to_string(kNumActivations - 1) + " with " + std::to_string(kNumActivationParams) +
+        ". Call jax_megamoe.MegaMoE, which passes MegaMoEConfig.activation on.");
   }
   return ffi::Error::Success();
 }

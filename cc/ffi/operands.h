@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/call_queue.h"
+#include "protocol/activation.h"
 #include "protocol/shape.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,9 +34,19 @@ struct WeightDims {
   std::vector<int64_t> w13, w13_sf, w2, w2_sf;
 };
 
-// Shapes, dtypes, the number of rows, and the granularity attribute (32, 128, or 0 for rows).
+// Attributes of the call that say how to compute, the same on all platforms.
+struct Attributes {
+  int32_t granularity;  // 32, 128, or 0 for rows
+  int32_t activation;   // number of an Activation
+  ::xla::ffi::Span<const float> activation_params;
+
+  Activation to_activation() const { return static_cast<Activation>(activation); }
+  ActivationParams to_params() const { return to_activation_params(activation_params.begin()); }
+};
+
+// Shapes, dtypes, the number of rows, and the attributes.
 ::xla::ffi::Error check_operands(const Operands& operands, const MoeShape& shape,
-                                 const WeightDims& weights, int32_t granularity);
+                                 const WeightDims& weights, const Attributes& attributes);
 
 // What both platforms' arguments have in common, under the same names.
 template <class Args>

@@ -1,6 +1,7 @@
 // kernel_args.h: what the host passes to the kernel, and what the kernel reports. Host and device.
 #pragma once
 
+#include "protocol/activation.h"
 #include "protocol/shape.h"
 
 namespace jax_megamoe::gpu {
@@ -105,14 +106,30 @@ struct KernelArgs {
   void* trace;             // null without JMM_TRACE
 
   uint64_t timeout_ns;
-  float swiglu_limit;  // +infinity: no clamp
+  float swiglu_limit;  // of swiglu and gpt_oss_swiglu; +infinity: no clamp
   uint32_t rank;
   uint32_t num_rows;
   uint32_t topk_idx_is_64bit;
   uint32_t checked;
   uint32_t fault_region;  // deliberate fault: this rank's next signal to a counter of that Region
                           // is lost; 0xFFFFFFFF: none
+
+  // What the other activations are computed with; see set_activation_params.
+  float gpt_oss_power;  // -alpha * log2(e)
+  float situ_beta, situ_inverse_beta, situ_linear_beta, situ_inverse_linear_beta;
 };
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+
+// The kernel multiplies by reciprocals. Host only.
+JMM_HD void set_activation_params(KernelArgs& args, const ActivationParams& params) {
+  args.swiglu_limit = params.limit;
+  args.gpt_oss_power = -params.alpha * kLog2E;
+  args.situ_beta = params.beta;
+  args.situ_inverse_beta = 1.0f / params.beta;
+  args.situ_linear_beta = params.linear_beta;
+  args.situ_inverse_linear_beta = 1.0f / params.linear_beta;
+}
 
 // Linear 1's values of a first pass wait here for the scale of the second.
 inline constexpr uint64_t kScratchBytesPerCta = 64 * 256 * 4;

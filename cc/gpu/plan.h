@@ -12,6 +12,7 @@ namespace jax_megamoe::gpu {
 inline constexpr Granularity kGranularity = static_cast<Granularity>(JMM_GRANULARITY);
 inline constexpr bool kBf16 = kGranularity == Granularity::k32;
 inline constexpr TileConfig kTile = tile_config(kGranularity, JMM_TILE);
+inline constexpr Activation kActivation = static_cast<Activation>(JMM_ACTIVATION);
 
 // The buffer's layout, and the same with the tile's M-blocks. Functions, because device code cannot
 // refer to a constant of class type.

@@ -1,4 +1,4 @@
-// swiglu.h: token path, stage 3. The epilogue of linear 1: clamp, SwiGLU, routing weight, FP8.
+// swiglu.h: token path, stage 3. The epilogue of linear 1: activation, routing weight, FP8.
 //
 // After linear 1 a thread holds, for each 64-row block b and tokens 8c + 2q + {0, 1}, the gate and
 // the up value of one channel: acc[b][4c + t] and acc[b][4c + 2 + t]. The activated value takes the
@@ -10,13 +10,33 @@
 
 namespace jax_megamoe::gpu {
 
-// silu(gate) * up * weight. The exponential and the reciprocal are the hardware's approximations,
-// each within 2 units in the last place; docs/numerics.md has the bound.
-JMM_DEVICE float swiglu_approx(float gate, float up, float weight, float limit) {
-  gate = min_nan(gate, limit);
-  up = max_nan(min_nan(up, limit), -limit);
-  constexpr float kLog2E = 1.44269504088896340736f;
-  return gate * rcp_approx_ftz(1.0f + ex2_approx_ftz(-kLog2E * gate)) * up * weight;
+// tanh(x) within 2^-20 of its value. 1 - 2 / (1 + exp(2 |x|)) is a difference of nearly equal
+// numbers for small x. There an odd polynomial stands in, whose coefficients minimise the largest
+// relative error up to 0.5, 2^-20.5.
+JMM_DEVICE float tanh_approx(float x) {
+  const float square = x * x, magnitude = fabsf(x);
+  const float cubic = fmaf(fmaf(-0.0447506607f, square, 0.132053599f), square, -0.333281606f);
+  const float small = fmaf(x * square, cubic, x);
+  const float large = fmaf(-2.0f, rcp_approx_ftz(1.0f + ex2_approx_ftz(2 * kLog2E * magnitude)), 1);
+  return magnitude < 0.5f ? small : copysignf(large, x);
+}
+
+// activate() of protocol/activation.h. The exponential and the reciprocal are the hardware's
+// approximations, each within 2 units in the last place; docs/numerics.md has the bound.
+JMM_DEVICE float activate_approx(float gate, float up, float weight, const KernelArgs& args) {
+  if constexpr (kActivation == Activation::kSitu) {
+    const float bounded = args.situ_beta * tanh_approx(gate * args.situ_inverse_beta);
+    const float linear = args.situ_linear_beta * tanh_approx(up * args.situ_inverse_linear_beta);
+    return bounded * rcp_approx_ftz(1.0f + ex2_approx_ftz(-kLog2E * gate)) * linear * weight;
+  } else {
+    const float limit = args.swiglu_limit;
+    gate = min_nan(gate, limit);
+    up = max_nan(min_nan(up, limit), -limit);
+    constexpr bool kGptOss = kActivation == Activation::kGptOssSwiglu;
+    const float power = kGptOss ? args.gpt_oss_power : -kLog2E;
+    if constexpr (kGptOss) up += 1.0f;
+    return gate * rcp_approx_ftz(1.0f + ex2_approx_ftz(power * gate)) * up * weight;
+  }
 }
 
 // The scale of a group follows from the largest exponent in it, rounded up where the mantissa is
@@ -136,7 +156,6 @@ class SwigluItem {
 
   JMM_DEVICE void activate(uint32_t pass, const float (&acc)[kBlocks][N / 2],
                            Values& values) const {
-    const float limit = cta_.args.swiglu_limit;
     const uint32_t q = math_.lane % 4;
     const uint32_t header = shared_address(cta_.control->token_header[slot_]) + q * 16;
     const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + q * 8;
@@ -160,7 +179,7 @@ class SwigluItem {
             gate *= token_unit[t];
             up *= token_unit[t];
           }
-          values[b][2 * c + t] = swiglu_approx(gate, up, weight[t], limit);
+          values[b][2 * c + t] = activate_approx(gate, up, weight[t], cta_.args);
         }
       }
     }

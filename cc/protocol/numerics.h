@@ -1,5 +1,4 @@
-// numerics.h: E4M3, E2M1, UE8M0 and BF16 codes, and SwiGLU. Host and device, no flush to zero
-// needed.
+// numerics.h: E4M3, E2M1, UE8M0 and BF16 codes. Host and device, no flush to zero needed.
 //
 // The rules, with their derivation, stand in jax_megamoe/quantize.py; a test compares both bit for
 // bit. Elements are rounded here by float arithmetic that is exact up to one rounding, which both
@@ -10,7 +9,6 @@
 
 #if !defined(__CUDACC_RTC__)
 #include <bit>
-#include <cmath>
 #endif
 
 namespace jax_megamoe {
@@ -149,19 +147,6 @@ JMM_HD uint8_t quantize_group_e2m1(const float* values, uint8_t* codes) {
   const float reciprocal = ue8m0_reciprocal(sf);
   for (uint32_t i = 0; i < kSfGroup; ++i) codes[i] = e2m1_from_float(values[i], reciprocal);
   return finite ? sf : kUe8m0Nan;
-}
-
-// silu(gate) * up * weight in FP32. limit = +infinity leaves gate and up alone; a NaN stays a NaN,
-// because comparisons with it are false.
-JMM_HD float swiglu(float gate, float up, float weight, float limit) {
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : (up < -limit ? -limit : up);
-#if defined(__CUDA_ARCH__)
-  const float silu = gate / (1.0f + expf(-gate));
-#elif !defined(__CUDACC_RTC__)
-  const float silu = gate / (1.0f + std::exp(-gate));
-#endif
-  return silu * up * weight;
 }
 
 }  // namespace jax_megamoe

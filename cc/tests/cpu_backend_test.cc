@@ -32,9 +32,24 @@ void round_to_e4m3(std::vector<float>& values, uint32_t group) {
   }
 }
 
-// One slot's contribution, by the formula, in double except where the contract rounds.
+double activated_value(const CallArgs& args, double gate, double up) {
+  const ActivationParams& p = args.activation_params;
+  if (args.activation == Activation::kSitu) {
+    return p.beta * std::tanh(gate / p.beta) / (1 + std::exp(-gate)) * p.linear_beta *
+           std::tanh(up / p.linear_beta);
+  }
+  const double limit = p.limit;
+  gate = std::fmin(gate, limit);
+  up = std::fmax(std::fmin(up, limit), -limit);
+  if (args.activation == Activation::kSwiglu) return gate / (1 + std::exp(-gate)) * up;
+  return gate / (1 + std::exp(-p.alpha * gate)) * (up + 1);
+}
+
+// One slot's contribution, by the formula, in double except where the contract rounds. `args` has
+// granularity and activation.
 std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uint32_t expert,
-                               const uint16_t* x, float weight, uint32_t granularity) {
+                               const uint16_t* x, float weight, const CallArgs& args) {
+  const uint32_t granularity = args.granularity;
   const uint32_t h = shape.hidden, inter = shape.intermediate;
   std::vector<float> dequantised(h), activated(inter);
   for (uint32_t j = 0; j < h; ++j) dequantised[j] = bf16_to_float(x[j]);
@@ -46,7 +61,7 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
       gate += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row, j, h);
       up += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row + inter, j, h);
     }
-    activated[c] = static_cast<float>(gate / (1 + std::exp(-gate)) * up * weight);
+    activated[c] = static_cast<float>(activated_value(args, gate, up) * weight);
   }
   round_to_e4m3(activated, granularity == 0 ? 128 : granularity);
   std::vector<double> out(h);
@@ -60,7 +75,7 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
 }
 
 void check_against_formula(const MoeShape& shape, const std::vector<Operands>& ranks,
-                           uint32_t granularity) {
+                           const CallArgs& call) {
   double error = 0, bound = 0;
   for (const Operands& rank : ranks) {
     for (size_t token = 0; token < rank.y.size() / shape.hidden; ++token) {
@@ -70,9 +85,9 @@ void check_against_formula(const MoeShape& shape, const std::vector<Operands>& r
         const int32_t expert = rank.topk_idx[slot];
         if (expert < 0 || expert >= static_cast<int32_t>(shape.num_experts)) continue;
         const uint32_t owner = shape.owner_of(static_cast<uint32_t>(expert));
-        const auto row = expert_row(
-            shape, ranks[owner], static_cast<uint32_t>(expert) % shape.num_local_experts(),
-            &rank.x[token * shape.hidden], rank.topk_weights[slot], granularity);
+        const auto row = expert_row(shape, ranks[owner],
+                                    static_cast<uint32_t>(expert) % shape.num_local_experts(),
+                                    &rank.x[token * shape.hidden], rank.topk_weights[slot], call);
         for (uint32_t i = 0; i < shape.hidden; ++i) {
           sum[i] += row[i];
           magnitude[i] += std::fabs(row[i]);
@@ -93,7 +108,8 @@ void check_against_formula(const MoeShape& shape, const std::vector<Operands>& r
   CHECK(error <= bound);
 }
 
-void run_shape(MoeShape shape, uint32_t workers, uint32_t granularity, std::mt19937& rng) {
+void run_shape(MoeShape shape, uint32_t workers, uint32_t granularity, Activation activation,
+               std::mt19937& rng) {
   shape.block_m = kBlockM;
   CHECK(shape.valid());
   MegaMoeGroup group(shape, workers);
@@ -106,10 +122,14 @@ void run_shape(MoeShape shape, uint32_t workers, uint32_t granularity, std::mt19
     }
     std::vector<CallArgs> args;
     for (Operands& o : ranks) args.push_back(args_of(o, shape));
-    for (CallArgs& a : args) a.granularity = granularity;
+    for (CallArgs& a : args) {
+      a.granularity = granularity;
+      a.activation = activation;
+      if (activation != Activation::kSwiglu) a.activation_params.limit = 7.0f;
+    }
     const CallResult result = group.run(args, kTimeoutSeconds);
     CHECK(result.timeout.empty() && result.refusal.empty());
-    check_against_formula(shape, ranks, granularity);
+    check_against_formula(shape, ranks, args[0]);
     // The same call again gives the same bits.
     std::vector<std::vector<uint16_t>> first;
     for (const Operands& o : ranks) first.push_back(o.y);
@@ -139,7 +159,7 @@ void run_faults(std::mt19937& rng) {
       CHECK(failure.find("here rank 1") != std::string::npos);  // who did not send
     }
     CHECK(group.run(args, kTimeoutSeconds).timeout.empty());
-    check_against_formula(shape, ranks, args[0].granularity);
+    check_against_formula(shape, ranks, args[0]);
   }
 }
 
@@ -147,12 +167,14 @@ void run_faults(std::mt19937& rng) {
 }  // namespace jax_megamoe::cpu
 
 int main() {
-  using jax_megamoe::MoeShape;
+  using jax_megamoe::Activation, jax_megamoe::MoeShape;
   std::mt19937 rng(20260);
   // {ranks, experts, top_k, hidden, intermediate, max_tokens, block_m, ring_blocks}
-  jax_megamoe::cpu::run_shape(MoeShape{1, 4, 2, 128, 128, 70, 0, 2}, 1, 32, rng);
-  jax_megamoe::cpu::run_shape(MoeShape{4, 8, 3, 256, 128, 33, 0, 1}, 2, 0, rng);
-  jax_megamoe::cpu::run_shape(MoeShape{8, 8, 2, 256, 256, 20, 0, 3}, 1, 128, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{1, 4, 2, 128, 128, 70, 0, 2}, 1, 32, Activation::kSwiglu,
+                              rng);
+  jax_megamoe::cpu::run_shape(MoeShape{4, 8, 3, 256, 128, 33, 0, 1}, 2, 0, Activation::kSitu, rng);
+  jax_megamoe::cpu::run_shape(MoeShape{8, 8, 2, 256, 256, 20, 0, 3}, 1, 128,
+                              Activation::kGptOssSwiglu, rng);
   jax_megamoe::cpu::run_faults(rng);
   std::puts("cpu_backend_test: passed");
 }

@@ -187,7 +187,7 @@ struct Program {
     for (auto& stream : streams) cuda::driver().stream_create(&stream, 0);
     for (auto& rows : y) rows.resize(layout.hidden);
   }
-  cuda::LaunchResult launch(uint32_t rank, int64_t run, uint32_t tile = 0) {
+  cuda::LaunchResult launch(uint32_t rank, int64_t run, const cuda::KernelVariant& kernel = {}) {
     fake::current = reinterpret_cast<cuda::CUcontext>(uintptr_t{rank} + 1);
     gpu::KernelArgs args{};
     args.num_rows = 1;
@@ -195,7 +195,7 @@ struct Program {
     args.timeout_ns = static_cast<uint64_t>(kTimeout * 1e9);
     if (num_tokens != 0) args.num_tokens = &num_tokens;
     bool captured = false;
-    const auto result = buffer->launch({0, rank}, {run, tile, streams[rank]}, args, &captured);
+    const auto result = buffer->launch({0, rank}, {run, kernel, streams[rank]}, args, &captured);
     CHECK(captured == (fake::capturing && result.status == CallStatus::kOk));
     return result;
   }
@@ -229,20 +229,32 @@ void test_buffer() {
     CHECK(contains(text, "rank_barrier[") || contains(text, "num_tokens"));
     ++reports;
   });
-  const cuda::KernelWish early(key, 0);  // a program that was compiled before the buffer existed
+  const cuda::KernelWish early(key, {0});  // a program that was compiled before the buffer existed
   host::register_buffer(std::make_shared<GpuBuffer>(key, layout, gpu::Granularity::k128,
                                                     std::vector<std::vector<int32_t>>{{0, 1, 2}},
                                                     kToolchain));
   const auto buffer = host::find_buffer_of<GpuBuffer>(key);
   CHECK(buffer != nullptr && host::find_buffer_of<host::CpuBuffer>(key) == nullptr);
   const int loads = fake::loads;
-  const cuda::KernelWish again(key, 0);
+  const cuda::KernelWish again(key, {0});
   CHECK(fake::loads == loads);
   {
     Program program(buffer);
     for (int64_t run = 1; run <= 20; ++run) CHECK(program.run_all(run));
     CHECK(program.y[2][0] == 3);
-    CHECK(program.launch(0, 20, 1).status == CallStatus::kUnavailable);
+    CHECK(program.launch(0, 20, {1}).status == CallStatus::kUnavailable);
+
+    // Kernels of another activation are loaded on top, by whoever wishes for them.
+    const cuda::KernelVariant situ = {0, Activation::kSitu};
+    const auto missing = program.launch(0, 20, situ);
+    CHECK(missing.status == CallStatus::kUnavailable);
+    CHECK(contains(missing.message, "no kernel with tile 0, activation situ"));
+    const cuda::KernelWish other(key, situ);
+    CHECK(fake::loads == loads + static_cast<int>(kRanks));
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      CHECK(program.launch(rank, 20, situ).status == CallStatus::kOk);
+    }
+    program.wait();
 
     // A rank is late: its program fails, the next one runs.
     CHECK(program.launch(0, 21).status == CallStatus::kOk);

@@ -100,7 +100,7 @@ inline CallArgs args_of(Operands& o, const MoeShape& shape) {
   args.w13_sf = o.w13_sf_cpu.data();
   args.w2 = o.w2_cpu.data();
   args.w2_sf = o.w2_sf_cpu.data();
-  args.swiglu_limit = INFINITY;
+  args.activation_params = {INFINITY, 1.702f, 4.0f, 25.0f};
   args.y = o.y.data();
   args.received = o.received.data();
   args.status = o.status.data();

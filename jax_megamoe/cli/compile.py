@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import multiprocessing
 import re
 import sys
@@ -11,6 +12,7 @@ import time
 from typing import Any
 
 from jax_megamoe.cli import cubin, info, shared
+from jax_megamoe.config import ACTIVATIONS
 from jax_megamoe.errors import check
 
 ARCHITECTURES = ("cpu", "sm_90a", "sm_100a")
@@ -49,6 +51,12 @@ def add_parser(commands: Any) -> Any:
         help="elements of an activation row that share a scale (default all of them)",
     )
     option("--tile", default="all", metavar="N", help="number of a tile, or all (default)")
+    option(
+        "--activation",
+        choices=(*ACTIVATIONS, "all"),
+        default="swiglu",
+        help="what the kernels are compiled for (default swiglu)",
+    )
     info.add_shape_options(parser)
     option("--jobs", type=int, default=1, metavar="N", help="kernels at a time (default 1)")
     option(
@@ -65,11 +73,17 @@ class _Job:
     """One kernel to compile. `options` go to the compiler."""
 
     granularity: str
+    activation: str
     tile: int
     block_m: int
     options: tuple[str, ...]
     include_dir: str
     nvrtc_path: str
+
+    @property
+    def name(self) -> str:
+        plain = f"granularity {self.granularity}, tile {self.tile}"
+        return plain if self.activation == "swiglu" else f"{plain}, {self.activation}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +128,9 @@ def run(args: Any) -> int:
     progress(f"kernels to compile: {len(jobs)}, {args.jobs} at a time")
     outcomes = []
     for outcome in _outcomes(jobs, args.jobs):
-        name = f"granularity {outcome.job.granularity}, tile {outcome.job.tile}"
-        progress(f"{name}: {outcome.seconds:.1f} s{', FAILED' if outcome.error else ''}")
+        progress(
+            f"{outcome.job.name}: {outcome.seconds:.1f} s{', FAILED' if outcome.error else ''}"
+        )
         outcomes.append(outcome)
     print(_table(outcomes))
     faults = [line for outcome in outcomes for line in _faults(outcome, args.max_spill)]
@@ -131,16 +146,18 @@ def _jobs(args) -> list[_Job]:
 
     wanted = GRANULARITIES if args.granularity == "all" else (args.granularity,)
     include, nvrtc = str(include_dir()), nvrtc_path()
+    activations = tuple(ACTIVATIONS) if args.activation == "all" else (args.activation,)
     jobs, most = [], 0
-    for name in wanted:
+    for name, activation in itertools.product(wanted, activations):
         config = info.config_of(args, name if name == "row" else int(name))
         layout, number = moe_shape(config, args.ranks, "sm_90a"), granularity_number(config)
         tiles = native.gpu_tiles(number)
         most = max(most, len(tiles))
         for tile, row in enumerate(tiles):
             if args.tile in ("all", str(tile)):
-                options = tuple(native.gpu_kernel_options(layout, number, tile))
-                jobs.append(_Job(name, tile, row["block_m"], options, include, nvrtc))
+                kind = native.ACTIVATIONS.index(activation)
+                options = tuple(native.gpu_kernel_options(layout, number, tile, activation=kind))
+                jobs.append(_Job(name, activation, tile, row["block_m"], options, include, nvrtc))
     check(
         bool(jobs),
         "--tile",
@@ -193,7 +210,7 @@ def _spills(log: str) -> tuple[int, int] | None:
 
 def _table(outcomes) -> str:
     needs_header = ("registers", "shared", "local", "spill stores", "spill loads")
-    header = ("granularity", "tile", "tokens", *needs_header, "seconds", "cache")
+    header = ("granularity", "activation", "tile", "tokens", *needs_header, "seconds", "cache")
     rows = []
     for outcome in outcomes:
         job = outcome.job
@@ -203,15 +220,23 @@ def _table(outcomes) -> str:
             needs = (outcome.registers, outcome.shared_bytes, outcome.local_bytes, *spills)
         cache = outcome.cache or "-"
         rows.append(
-            (job.granularity, job.tile, job.block_m, *needs, f"{outcome.seconds:.1f}", cache)
+            (
+                job.granularity,
+                job.activation,
+                job.tile,
+                job.block_m,
+                *needs,
+                f"{outcome.seconds:.1f}",
+                cache,
+            )
         )
-    return shared.format_table(rows, header)
+    return shared.format_table(rows, header, left=2)
 
 
 def _faults(outcome, max_spill) -> list[str]:
     """A line for everything about an outcome that makes the command fail."""
     job = outcome.job
-    name = f"granularity {job.granularity}, tile {job.tile}"
+    name = job.name
     if outcome.error:
         return [f"FAIL: {name} does not compile: {outcome.error.strip()}"]
     faults = [
