@@ -17,6 +17,7 @@ import checkpoint_files as files
 import jax_megamoe as jmm
 from checkpoint_files import EXPERTS, HIDDEN, INTER, TOP_K, VOCAB
 from jax_megamoe import checkpoints
+from jax_megamoe.checkpoints.files import Shard
 from jax_megamoe.errors import MegaMoEError
 from moe_case import Case, mesh_of
 
@@ -275,7 +276,7 @@ def test_bytes_of_other_experts_are_not_looked_at(name, rng, tmp_path, monkeypat
     files.write(model, tmp_path)
     ranges = files.write_file(tmp_path / "model.safetensors", model.tensors)
     asked = []
-    original = checkpoints._Shard.bytes_of
+    original = Shard.bytes_of
 
     def bytes_of(self, tensor, index=None):
         result = original(self, tensor, index)
@@ -283,7 +284,7 @@ def test_bytes_of_other_experts_are_not_looked_at(name, rng, tmp_path, monkeypat
         asked.append((tensor, start, start + result.nbytes))
         return result
 
-    monkeypatch.setattr(checkpoints._Shard, "bytes_of", bytes_of)
+    monkeypatch.setattr(Shard, "bytes_of", bytes_of)
     checkpoints.open(tmp_path).experts(layer, experts=[2], requantize=True)
     wanted = set()
     for tensor, (start, stop) in ranges.items():

@@ -1,26 +1,14 @@
-"""Expert weights of published models, from local directories of safetensors files.
-
-MXFP4 experts load bit for bit. Other formats have no exact FP4 form: they are refused, unless
-`requantize=True` asks for rounding. Names, formats and what is exact: docs/checkpoints.md.
-
-Files are mapped into memory, and only what is asked for is touched: a host that holds experts
-a to b of a layer reads those. With an index file, shards that are not needed need not be there.
-
-The `safetensors` library checks each file. Its numpy interface has no FP8, E8M0 or BF16, so that
-bytes are taken from the map, at the offsets that the file's header gives.
-"""
+"""`Checkpoint`: the experts and the router of a layer, out of a directory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,359 +16,28 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import quantize
+from jax_megamoe.checkpoints.families import (
+    EXPERT_KEYS,
+    FAMILIES,
+    FAMILY_OF_NAME,
+    FP8,
+    HIDDEN_KEYS,
+    MXFP4,
+    PARTS,
+    TOP_K_KEYS,
+    Matrix,
+    Stored,
+    detect_family,
+    entry,
+    spell_dtypes,
+)
+from jax_megamoe.checkpoints.files import AGAIN, DTYPES, Shard, Tensor, load_json, tensor_files
 from jax_megamoe.config import SF_GROUP, Activation, swiglu
 from jax_megamoe.errors import check
 from jax_megamoe.weights import ExpertWeights
 
 #: Called with (experts done, experts in all).
 Progress = Callable[[int, int], None]
-
-# Files -------------------------------------------------------------------------------------------
-
-_DTYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "U8": np.uint8,
-    "I8": np.int8,
-    "I32": np.int32,
-    "I64": np.int64,
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-}
-
-_AGAIN = "download it again"
-
-
-def _load_json(text: str | bytes, where: Path) -> dict[str, Any]:
-    """A JSON object in which no key stands twice: a plain dict would keep the last one."""
-
-    def unique(pairs):
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            check(False, str(where), got=f"{twice!r} twice", want="every name once", remedy=_AGAIN)
-        return result
-
-    try:
-        result = json.loads(text, object_pairs_hook=unique)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        result = error
-    got = result if isinstance(result, Exception) else type(result).__name__
-    check(isinstance(result, dict), str(where), got=got, want="a JSON object", remedy=_AGAIN)
-    return result
-
-
-class _Tensor(NamedTuple):
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # in the file
-    stop: int
-
-
-class _Shard:
-    """One safetensors file, mapped. `tensors` is its header."""
-
-    def __init__(self, path: Path):
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            check(
-                False,
-                "safetensors",
-                got="no such module",
-                want="safetensors 0.6 or newer",
-                remedy="install it with pip install 'jax-megamoe[checkpoints]'",
-            )
-        try:
-            with safe_open(path, framework="np"):  # checks header, offsets and size
-                pass
-        except (SafetensorError, OSError) as error:
-            check(False, str(path), got=str(error), want="a whole safetensors file", remedy=_AGAIN)
-        self.map = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        header_bytes = int.from_bytes(self.map[:8].tobytes(), "little")
-        header = _load_json(self.map[8 : 8 + header_bytes].tobytes(), path)
-        header.pop("__metadata__", None)
-        self.tensors = {
-            name: _Tensor(
-                entry["dtype"],
-                tuple(entry["shape"]),
-                *(8 + header_bytes + offset for offset in entry["data_offsets"]),
-            )
-            for name, entry in header.items()
-        }
-
-    def bytes_of(self, name: str, index: int | None = None) -> np.ndarray:
-        """uint8 view of a tensor's bytes, or of its part `index` along axis 0."""
-        tensor = self.tensors[name]
-        start, stop = tensor.start, tensor.stop
-        if index is not None:
-            part = (stop - start) // tensor.shape[0]
-            start, stop = start + index * part, start + (index + 1) * part
-        return self.map[start:stop]
-
-
-def _tensor_files(path: Path) -> dict[str, str]:
-    """Name of a tensor -> name of its file, from the index file or from all headers."""
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        indices = [index for index in indices if index.name == "model.safetensors.index.json"]
-        check(
-            len(indices) == 1,
-            str(path),
-            got="several *.safetensors.index.json",
-            want="one, or one that is called model.safetensors.index.json",
-            remedy="keep the files of one checkpoint in a directory",
-        )
-    if indices:
-        weight_map = _load_json(indices[0].read_bytes(), indices[0]).get("weight_map")
-        good = isinstance(weight_map, dict) and all(
-            isinstance(file, str) and file == Path(file).name for file in weight_map.values()
-        )
-        check(
-            good,
-            str(indices[0]),
-            got="no usable weight_map",
-            want="weight_map, an object of tensor names and names of files next to it",
-            remedy=_AGAIN,
-        )
-        return dict(weight_map or {})
-    shards = sorted(path.glob("*.safetensors"))
-    check(
-        bool(shards),
-        str(path),
-        got="no *.safetensors",
-        want="a directory with a checkpoint in safetensors files",
-        remedy="point to the directory that has config.json and the weights",
-    )
-    files: dict[str, str] = {}
-    for shard in shards:
-        for name in _Shard(shard).tensors:
-            check(
-                name not in files,
-                f"tensor {name}",
-                got=f"it in {files.get(name)} and in {shard.name}, and there is no index file",
-                want="every tensor once",
-                remedy="keep the files of one checkpoint in a directory, with their index file",
-            )
-            files[name] = shard.name
-    return files
-
-
-# Families ----------------------------------------------------------------------------------------
-
-
-def _dtypes(values: str, scales: str | None) -> str:
-    return f"{values} with {scales} scales" if scales else f"{values} without scales"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Format:
-    """How a matrix is stored: dtypes of its values and of its scales, () for no scales."""
-
-    name: str
-    values: tuple[str, ...]
-    scales: tuple[str, ...]
-    exact: bool = False
-
-    def __str__(self):
-        return f"{self.name} ({_dtypes(' or '.join(self.values), ' or '.join(self.scales))})"
-
-
-class _Stored(NamedTuple):
-    format: _Format
-    values: str  # dtype
-    scales: str | None  # dtype
-
-    def __str__(self):
-        return f"{self.format.name} ({_dtypes(self.values, self.scales)})"
-
-
-class _Matrix(NamedTuple):
-    values: str  # name
-    scales: str | None  # name
-    expert: int
-    rows: int
-    columns: int
-
-
-_MXFP4 = _Format("MXFP4", ("I8", "U8"), ("F8_E8M0", "U8"), exact=True)
-_FP8 = _Format("FP8", ("F8_E4M3",), ("F32", "BF16", "F8_E8M0"))
-_BF16 = _Format("unquantised", ("BF16", "F16", "F32"), ())
-
-
-def _silu(model: dict[str, Any]) -> dict[str, Any]:
-    act = model.get("hidden_act", "silu")
-    return {"kind": "swiglu", "limit": None} if act == "silu" else {"kind": act}
-
-
-def _clamped_silu(model: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": "swiglu", "limit": _entry(model, "swiglu_limit")}
-
-
-def _situ(model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "situ",
-        "beta": _entry(model, "activation_situ_beta"),
-        "linear_beta": _entry(model, "activation_situ_linear_beta"),
-    }
-
-
-def _gpt_oss_swiglu(model: dict[str, Any]) -> dict[str, Any]:
-    # alpha is a constant of the model's code, not of its config.json
-    return {"kind": "gpt_oss_swiglu", "limit": _entry(model, "swiglu_limit"), "alpha": 1.702}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Family:
-    """Attributes:
-    model_types: what config.json calls the family's models.
-    experts: matches an expert tensor's name, with groups layer, projection and part, and expert
-      unless a tensor holds all experts of a layer.
-    router: matches a router tensor's name, with groups layer and part.
-    projections: group projection -> "gate", "up", "gate_up" (rows alternate) or "down".
-    formats: what the experts may be stored in.
-    activation: config.json -> what `Checkpoint.activation` is.
-    intermediate: key of the width of an expert in config.json.
-    """
-
-    model_types: tuple[str, ...]
-    experts: re.Pattern[str]
-    router: re.Pattern[str]
-    projections: dict[str, str]
-    formats: tuple[_Format, ...]
-    activation: Callable[[dict[str, Any]], dict[str, Any]]
-    intermediate: str = "moe_intermediate_size"
-
-    @property
-    def stacked(self) -> bool:
-        return "expert" not in self.experts.groupindex
-
-
-def _names(block: str, projections: str, router: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    start = rf"(?:.+\.)?layers\.(?P<layer>\d+)\.{block}\."
-    part = r"(?P<part>weight|weight_packed|scale|weight_scale|weight_scale_inv)"
-    return (
-        re.compile(rf"{start}experts\.(?P<expert>\d+)\.(?P<projection>{projections})\.{part}"),
-        re.compile(rf"{start}gate\.(?P<part>{router})"),
-    )
-
-
-# Group part -> what it holds.
-_PARTS = {
-    "weight": "values",
-    "weight_packed": "values",
-    "scale": "scales",
-    "weight_scale": "scales",
-    "weight_scale_inv": "scales",  # a factor, in spite of its name
-    # gpt-oss
-    "": "values",
-    "_blocks": "values",
-    ".blocks": "values",
-    "_scales": "scales",
-    ".scales": "scales",
-    "_bias": "bias",
-}
-_W123 = {"w1": "gate", "w3": "up", "w2": "down"}
-_PROJ = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-
-_FAMILIES = {
-    "deepseek_v4": _Family(
-        ("deepseek_v4", "deepseek_v41"),
-        *_names("ffn", "w[123]", "weight|bias|tid2eid"),
-        projections=_W123,
-        formats=(_MXFP4, _FP8),
-        activation=_clamped_silu,
-    ),
-    "deepseek_v3": _Family(
-        ("deepseek_v3", "deepseek_v32", "kimi_k2"),
-        *_names("mlp", "gate_proj|up_proj|down_proj", "weight|e_score_correction_bias"),
-        projections=_PROJ,
-        formats=(_FP8, _BF16),
-        activation=_silu,
-    ),
-    "kimi_k3": _Family(
-        ("kimi_k3",),
-        *_names("block_sparse_moe", "w[123]", "weight|e_score_correction_bias"),
-        projections=_W123,
-        formats=(_MXFP4,),
-        activation=_situ,
-    ),
-    "gpt_oss": _Family(
-        ("gpt_oss",),
-        re.compile(
-            r"(?:(?:.+\.)?layers|block)\.(?P<layer>\d+)\.mlp\.(?:experts\.)?"
-            r"(?P<projection>gate_up_proj|down_proj|mlp1|mlp2)(?:_weight)?"
-            r"(?P<part>[_.]blocks|[_.]scales|_bias|)"
-        ),
-        re.compile(
-            r"(?:(?:.+\.)?layers|block)\.(?P<layer>\d+)\.mlp\.(?:router|gate)"
-            r"\.(?P<part>weight|bias)"
-        ),
-        projections={
-            "gate_up_proj": "gate_up",
-            "mlp1": "gate_up",
-            "down_proj": "down",
-            "mlp2": "down",
-        },
-        formats=(_MXFP4,),
-        activation=_gpt_oss_swiglu,
-        intermediate="intermediate_size",
-    ),
-    "qwen3_moe": _Family(
-        ("qwen3_moe",),
-        *_names("mlp", "gate_proj|up_proj|down_proj", "weight"),
-        projections=_PROJ,
-        formats=(_FP8, _BF16),
-        activation=_silu,
-    ),
-}
-#: What `open` takes as `family`.
-FAMILIES = tuple(_FAMILIES)
-
-_EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
-_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-_HIDDEN_KEYS = ("routed_expert_hidden_size", "hidden_size")  # Kimi-K3's experts work on a latent
-
-
-def _entry(model: dict[str, Any], *keys: str) -> Any:
-    """The first of `keys` that config.json has."""
-    for key in keys:
-        if key in model:
-            return model[key]
-    check(
-        False,
-        f"config.json: {' or '.join(keys)}",
-        got="no such entry",
-        want="the config.json of this family's models",
-        remedy="compare it with the published one; family=... overrides model_type",
-    )
-
-
-def _detect_family(config: dict[str, Any], model: dict[str, Any], where: Path) -> str:
-    model_types = [c["model_type"] for c in (config, model) if "model_type" in c]
-    for name, family in _FAMILIES.items():
-        if set(family.model_types) & set(model_types):
-            return name
-    # The original release of gpt-oss has no model_type.
-    if not model_types and {"num_experts", "experts_per_token", "swiglu_limit"} <= set(model):
-        return "gpt_oss"
-    check(
-        False,
-        f"{where}: model_type",
-        got=model_types[0] if model_types else "none",
-        want=" or ".join(t for family in _FAMILIES.values() for t in family.model_types),
-        remedy=f"if its tensors are named like those of another family, pass family=, one of "
-        f"{FAMILIES}",
-    )
-    raise AssertionError
-
-
-# The public part ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,24 +89,24 @@ class Checkpoint:
             want="a directory with config.json and safetensors files",
             remedy="download the model first; nothing is fetched here",
         )
-        config = _load_json(where.read_bytes(), where)
+        config = load_json(where.read_bytes(), where)
         model = config.get("text_config")
         self.model_config: dict[str, Any] = model if isinstance(model, dict) else config
         self._quantization: dict[str, Any] = (
             self.model_config.get("quantization_config") or config.get("quantization_config") or {}
         )
         check(
-            family is None or family in _FAMILIES,
+            family is None or family in FAMILY_OF_NAME,
             "family",
             got=repr(family),
             want=f"one of {FAMILIES}",
             remedy="None takes it from config.json",
         )
-        self.family: str = family or _detect_family(config, self.model_config, where)
-        self._family = _FAMILIES[self.family]
+        self.family: str = family or detect_family(config, self.model_config, where)
+        self._family = FAMILY_OF_NAME[self.family]
         self.relative_errors: dict[int, RelativeError] = {}
-        self._shards: dict[str, _Shard] = {}
-        self._files = _tensor_files(self.path)
+        self._shards: dict[str, Shard] = {}
+        self._files = tensor_files(self.path)
         # layer -> (expert, "gate", "values") -> name; expert -1: a tensor of all experts.
         self._experts: dict[int, dict[tuple[int, str, str], str]] = {}
         self._routers: dict[int, dict[str, str]] = {}
@@ -457,8 +114,8 @@ class Checkpoint:
         self.layers: tuple[int, ...] = tuple(sorted(self._experts))
         self.tensor_names: tuple[str, ...] = tuple(self._files)
 
-        self._num_experts = self._size(*_EXPERT_KEYS)
-        self._hidden = self._size(*_HIDDEN_KEYS)
+        self._num_experts = self._size(*EXPERT_KEYS)
+        self._hidden = self._size(*HIDDEN_KEYS)
         self._intermediate = self._size(self._family.intermediate)
         check(
             self._hidden % SF_GROUP == 0 and self._intermediate % SF_GROUP == 0,
@@ -517,7 +174,7 @@ class Checkpoint:
                 break
         return {
             "num_experts": self._num_experts,
-            "top_k": self._size(*_TOP_K_KEYS),
+            "top_k": self._size(*TOP_K_KEYS),
             "hidden": self._hidden,
             "intermediate": self._intermediate,
             "activation": activation,
@@ -613,7 +270,7 @@ class Checkpoint:
         for role, width in (("gate_up", 2 * self._intermediate), ("down", self._hidden)):
             name = names[-1, role, "bias"]
             self._check_tensor(name, ("BF16", "F32"), (self._num_experts, width))
-            dtype = _DTYPES[self._tensor(name).dtype]
+            dtype = DTYPES[self._tensor(name).dtype]
             rows = np.stack([self._bytes(name, i) for i in ids]).view(dtype)
             if role == "down":
                 result["down"] = rows
@@ -648,13 +305,13 @@ class Checkpoint:
         self._require(name in self._files, f"tensor {name}", "no such tensor", "a tensor's name")
         tensor = self._tensor(name)
         check(
-            tensor.dtype in _DTYPES,
+            tensor.dtype in DTYPES,
             f"tensor {name}",
             got=tensor.dtype,
-            want=" or ".join(_DTYPES),
+            want=" or ".join(DTYPES),
             remedy="read this one with the safetensors library",
         )
-        return self._bytes(name).copy().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return self._bytes(name).copy().view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
     # Names and sizes
 
@@ -667,7 +324,7 @@ class Checkpoint:
                 slots = self._experts.setdefault(int(match["layer"]), {})
                 expert = -1 if self._family.stacked else int(match["expert"])
                 role = self._family.projections[match["projection"]]
-                key = (expert, role, _PARTS[match["part"]])
+                key = (expert, role, PARTS[match["part"]])
             else:
                 continue
             check(
@@ -696,14 +353,14 @@ class Checkpoint:
         )
 
     def _size(self, *keys: str) -> int:
-        size = _entry(self.model_config, *keys)
+        size = entry(self.model_config, *keys)
         good = isinstance(size, int) and not isinstance(size, bool) and size > 0
         check(
             good,
             f"config.json: {' or '.join(keys)}",
             got=repr(size),
             want="a positive int",
-            remedy=_AGAIN,
+            remedy=AGAIN,
         )
         return size
 
@@ -768,7 +425,7 @@ class Checkpoint:
 
     # Bytes
 
-    def _shard(self, name: str) -> _Shard:
+    def _shard(self, name: str) -> Shard:
         file = self._files[name]
         if file not in self._shards:
             check(
@@ -778,7 +435,7 @@ class Checkpoint:
                 want=f"the shard that holds {name}, as the index says",
                 remedy="download this shard too",
             )
-            self._shards[file] = _Shard(self.path / file)
+            self._shards[file] = Shard(self.path / file)
         check(
             name in self._shards[file].tensors,
             f"tensor {name}",
@@ -788,7 +445,7 @@ class Checkpoint:
         )
         return self._shards[file]
 
-    def _tensor(self, name: str) -> _Tensor:
+    def _tensor(self, name: str) -> Tensor:
         return self._shard(name).tensors[name]
 
     def _bytes(self, name: str, index: int | None = None) -> np.ndarray:
@@ -809,18 +466,18 @@ class Checkpoint:
 
     # Matrices
 
-    def _stored(self, names: dict[tuple[int, str, str], str], expert: int) -> _Stored:
+    def _stored(self, names: dict[tuple[int, str, str], str], expert: int) -> Stored:
         """How one expert is stored, from its first matrix: the others have to be alike."""
         values_key, scales_key = self._keys(expert)[:2]
         values = self._tensor(names[values_key]).dtype
         scales = self._tensor(names[scales_key]).dtype if scales_key in names else None
         for candidate in self._family.formats:
             if values in candidate.values and scales in (candidate.scales or (None,)):
-                return _Stored(candidate, values, scales)
+                return Stored(candidate, values, scales)
         check(
             False,
             f"tensor {names[values_key]}",
-            got=_dtypes(values, scales),
+            got=spell_dtypes(values, scales),
             want=" or ".join(map(str, self._family.formats)),
             remedy="INT4 has no exact FP4 form; load a release in FP8"
             if values == "I32"
@@ -829,8 +486,8 @@ class Checkpoint:
         raise AssertionError
 
     def _matrix(
-        self, names: dict[tuple[int, str, str], str], stored: _Stored, expert: int, role: str
-    ) -> _Matrix:
+        self, names: dict[tuple[int, str, str], str], stored: Stored, expert: int, role: str
+    ) -> Matrix:
         """One matrix, found and checked: it has scales or none, dtypes, shapes."""
         own = -1 if self._family.stacked else expert
         values, scales = names[own, role, "values"], names.get((own, role, "scales"))
@@ -849,9 +506,9 @@ class Checkpoint:
         }[role]
         shape: tuple[int, ...] = (rows, columns)
         scales_shape: tuple[int, ...] = (rows, columns // SF_GROUP)
-        if stored.format is _MXFP4:
+        if stored.format is MXFP4:
             shape = (rows, columns // 2)
-        elif stored.format is _FP8:
+        elif stored.format is FP8:
             block = self._block()
             scales_shape = (-(-rows // block[0]), -(-columns // block[1]))
         if self._family.stacked:
@@ -860,9 +517,9 @@ class Checkpoint:
         self._check_tensor(values, (stored.values,), shape)
         if scales is not None and stored.scales is not None:
             self._check_tensor(scales, (stored.scales,), scales_shape)
-        return _Matrix(values, scales, expert, rows, columns)
+        return Matrix(values, scales, expert, rows, columns)
 
-    def _mxfp4(self, matrix: _Matrix) -> tuple[np.ndarray, np.ndarray]:
+    def _mxfp4(self, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
         """Views of the codes [N, K/2] and the scales [N, K/32]."""
         assert matrix.scales is not None
         index = matrix.expert if self._family.stacked else None
@@ -870,7 +527,7 @@ class Checkpoint:
         _check_scales(matrix, sf)
         return self._bytes(matrix.values, index).reshape(matrix.rows, -1), sf
 
-    def _rounded(self, matrix: _Matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _rounded(self, matrix: Matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes [N, K/2], scales [N, K/32], sums of squares of the error and of the values."""
         scale = None
         if matrix.scales is not None:
@@ -885,7 +542,7 @@ class Checkpoint:
             f"tensor {matrix.values}",
             got="a NaN or an infinity",
             want="finite weights",
-            remedy=_AGAIN,
+            remedy=AGAIN,
         )
         return packed, sf, np.array([error, norm], np.float64)
 
@@ -906,7 +563,7 @@ class Checkpoint:
         return block[0], block[1]
 
 
-def _check_scales(matrix: _Matrix, sf: np.ndarray) -> None:
+def _check_scales(matrix: Matrix, sf: np.ndarray) -> None:
     bad = sf == quantize.UE8M0_NAN
     if not bad.any():
         return
@@ -916,7 +573,7 @@ def _check_scales(matrix: _Matrix, sf: np.ndarray) -> None:
         f"tensor {matrix.scales}, expert {matrix.expert}, row {row}, block {group}",
         got=f"scale byte {quantize.UE8M0_NAN}, a NaN ({np.count_nonzero(bad)} of {bad.size})",
         want="finite scales",
-        remedy=_AGAIN,
+        remedy=AGAIN,
     )
 
 
