@@ -10,7 +10,7 @@ from jax_megamoe.virtual_devices import reserve_threads_at_import as _reserve_th
 
 _reserve_threads()  # before anything starts JAX's CPU back end
 
-from jax_megamoe import checkpoints, quantize, reference, routers, unfused
+from jax_megamoe import blocks, checkpoints, quantize, reference, routers, unfused
 from jax_megamoe._ffi import __version__, export_checks
 from jax_megamoe.config import Activation, MegaMoEConfig, gpt_oss_swiglu, situ, swiglu
 from jax_megamoe.errors import MegaMoEError
@@ -35,6 +35,7 @@ __all__ = [
     "MoEStats",
     "SymmetricBuffer",
     "__version__",
+    "blocks",
     "buffer_bytes",
     "buffer_regions",
     "check_failures",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -113,7 +114,7 @@ class MegaMoE:
         )
         self.num_ranks = mesh.shape[axis]
         self.backend = self._buffer.backend
-        self._site = _Site(config, self.backend, axis, self.num_ranks, self._buffer.key)
+        self._site = Site(config, self.backend, axis, self.num_ranks, self._buffer.key)
 
     def __repr__(self) -> str:
         return f"MegaMoE({self.config}, ranks={self.num_ranks}, backend={self.backend!r})"
@@ -233,16 +234,12 @@ class MegaMoE:
             # Without x64 JAX would keep the low 32 bits only, which may be a valid expert.
             bounds = np.iinfo(np.int32)
             topk_idx = topk_idx.clip(bounds.min, bounds.max).astype(np.int32)
-        operands = (x, topk_idx, topk_weights, weights, num_tokens)
         tokens, experts = P(self.token_axes), P(self.axis)
-        if any(kind == jax.sharding.AxisType.Explicit for kind in self.mesh.axis_types):
-            # Explicit axes make shard_map insist on operands that are sharded as in_specs says.
-            operands = tuple(
-                jax.sharding.reshard(operand, NamedSharding(self.mesh, spec))
-                for operand, spec in zip(
-                    operands, (tokens, tokens, tokens, experts, tokens), strict=True
-                )
-            )
+        operands = reshard_explicit(
+            self.mesh,
+            (x, topk_idx, topk_weights, weights, num_tokens),
+            (tokens, tokens, tokens, experts, tokens),
+        )
         return _global_call(self._site, self.mesh, self.token_axes, return_stats)(*operands)
 
     def local(
@@ -264,7 +261,7 @@ class MegaMoE:
         config.max_tokens_per_rank, weights of E/R experts, num_tokens an int32 scalar (or [1]),
         MoEStats of this rank ([E/R] and [1]).
         """
-        return _local_call(
+        return local_call(
             self._site,
             x,
             topk_idx,
@@ -275,7 +272,7 @@ class MegaMoE:
         )
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """What a call needs to know about its layer; static and hashable."""
 
     config: MegaMoEConfig
@@ -292,37 +289,66 @@ class _Site(NamedTuple):
         return "sm90_bf16" if self.config.activation_granularity == SF_GROUP else "sm90_fp8"
 
 
-@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
-def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
-    """The jitted shard_map over global arrays.
+def reshard_explicit(mesh: Mesh, operands: tuple[Any, ...], specs: tuple[P, ...]) -> tuple:
+    """The operands, moved to `specs` if the mesh has Explicit axes.
+
+    Those make shard_map insist on operands that are sharded as in_specs says.
+    """
+    if all(kind != jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+        return operands
+    return tuple(
+        jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, spec in zip(operands, specs, strict=True)
+    )
+
+
+def over_mesh(
+    local: Callable[..., Any],
+    in_specs: tuple[P, ...],
+    axis: str,
+    mesh: Mesh,
+    token_axes: tuple[str, ...],
+    return_stats: bool,
+) -> Callable[..., Any]:
+    """The jitted shard_map of `local`, which returns (y, `MoEStats`) of one rank.
 
     jit matters to callers that do not use it: without it shard_map would compile and dispatch every
     operation of the gradient on its own.
     """
 
-    def body(x, topk_idx, topk_weights, weights, num_tokens):
-        y, stats = _local_call(
-            site, x, topk_idx, topk_weights, weights, num_tokens=num_tokens, return_stats=True
-        )
+    def body(*operands):
+        y, stats = local(*operands)
         if not return_stats:
             return y
-        others = tuple(name for name in token_axes if name != site.axis)
+        others = tuple(name for name in token_axes if name != axis)
         return y, stats._replace(tokens_per_expert=lax.psum(stats.tokens_per_expert, others))
 
-    tokens, experts = P(token_axes), P(site.axis)
+    tokens, experts = P(token_axes), P(axis)
     stats_specs: Any = MoEStats._make([experts, tokens, tokens, tokens, tokens])
     return jax.jit(
         jax.shard_map(
             body,
             mesh=mesh,
-            in_specs=(tokens, tokens, tokens, experts, tokens),
+            in_specs=in_specs,
             out_specs=(tokens, stats_specs) if return_stats else tokens,
         )
     )
 
 
-def _local_call(
-    site: _Site, x, topk_idx, topk_weights, weights, *, num_tokens, return_stats: bool
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
+def _global_call(site: Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
+    def body(x, topk_idx, topk_weights, weights, num_tokens):
+        return local_call(
+            site, x, topk_idx, topk_weights, weights, num_tokens=num_tokens, return_stats=True
+        )
+
+    tokens, experts = P(token_axes), P(site.axis)
+    in_specs = (tokens, tokens, tokens, experts, tokens)
+    return over_mesh(body, in_specs, site.axis, mesh, token_axes, return_stats)
+
+
+def local_call(
+    site: Site, x, topk_idx, topk_weights, weights, *, num_tokens, return_stats: bool
 ) -> Any:
     """`MegaMoE.local`."""
     x, topk_idx, topk_weights, num_tokens = _check_local(
@@ -345,7 +371,7 @@ def _local_call(
     return y, MoEStats(received, *(status[word : word + 1] for word in range(status.shape[0])))
 
 
-def _check_local(site: _Site, x, topk_idx, topk_weights, weights, num_tokens):
+def _check_local(site: Site, x, topk_idx, topk_weights, weights, num_tokens):
     config = site.config
     try:
         ranks = lax.axis_size(site.axis)
@@ -428,7 +454,7 @@ def _vary(tree: Any, axes: set[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
+def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
     """The custom call of one rank -> (y, received, status)."""
     # Operands without elements say "BF16 x" and "all rows". They are cut out of x: constants would
     # be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs, and
@@ -481,7 +507,7 @@ def _ffi_call(site: _Site, x, topk_idx, topk_weights, num_tokens, weights: Exper
 
 
 @functools.lru_cache(maxsize=128)
-def _differentiable_call(site: _Site):
+def _differentiable_call(site: Site):
     """`_ffi_call` with a gradient for x and topk_weights, through the unfused layer.
 
     Operands: (x, topk_idx, topk_weights, num_tokens or None, weights), all varying over the same

@@ -489,14 +489,19 @@ def gate_logits(x: jax.Array, w_gate: jax.Array) -> jax.Array:
     check_array(
         w_gate, "w_gate", ("E", x.shape[1]), _FLOATS, "one row per expert; transpose [H, E] first"
     )
-    x, w_gate = jnp.asarray(x), jnp.asarray(w_gate)
-    if x.dtype == w_gate.dtype and x.dtype != jnp.float32:
-        return jnp.einsum("th,eh->te", x, w_gate, preferred_element_type=jnp.float32)
+    return linear(x, w_gate)
+
+
+def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, K] @ w [N, K] transposed, with the precision of `gate_logits`: [T, N] float32."""
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if x.dtype == w.dtype and x.dtype != jnp.float32:
+        return jnp.einsum("tk,nk->tn", x, w, preferred_element_type=jnp.float32)
     # On GPUs the default precision of float32 is TF32, which would tip close decisions.
     return jnp.einsum(
-        "th,eh->te",
+        "tk,nk->tn",
         x.astype(jnp.float32),
-        w_gate.astype(jnp.float32),
+        w.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
 

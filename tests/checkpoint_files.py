@@ -36,12 +36,15 @@ class Model:
     layers: indices of layers with experts.
     expected: layer -> w13 [E, 2I, H/2], w13_sf, w2, w2_sf, or w_gate [E, I, H], w_up, w_down in
       float32 for formats that are not exact. gpt-oss: gate_bias, up_bias, down_bias as well.
+    shared: layer -> gate [S, H], up, down in float32, of families with a shared expert; Qwen2-MoE:
+      token_gate [1, H] as well.
     """
 
     config: dict
     tensors: dict[str, np.ndarray]
     layers: tuple[int, ...]
     expected: dict[int, dict[str, np.ndarray]]
+    shared: dict[int, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
     @property
     def text_config(self) -> dict:
@@ -97,14 +100,17 @@ def write_index(path: Path, weight_map: dict[str, str]) -> None:
 # Contents ----------------------------------------------------------------------------------------
 
 
-def fp4(rng, *shape) -> tuple[np.ndarray, np.ndarray]:
+def fp4(rng, *shape, calm=False) -> tuple[np.ndarray, np.ndarray]:
     """Packed codes [..., K/2] and scale bytes [..., K/32] of a [..., K] matrix, all uint8.
 
-    Every code is there, negative zero too, and the scale bytes 0, 1, 127 and 254.
+    Every code is there, negative zero too, and the scale bytes 0, 1, 127 and 254, unless `calm`:
+    then products of H or I such values and numbers of order one are of order one.
     """
     *lead, k = shape
     packed = rng.integers(0, 256, (*lead, k // 2), dtype=np.uint8)
     packed[..., 0] = 0x88
+    if calm:
+        return packed, rng.integers(121, 124, (*lead, k // 32), dtype=np.uint8)
     sf = rng.integers(100, 130, (*lead, k // 32), dtype=np.uint8)
     edges = rng.integers(0, 16, sf.shape)
     for i, byte in enumerate((0, 1, 127, 254)):
@@ -112,41 +118,49 @@ def fp4(rng, *shape) -> tuple[np.ndarray, np.ndarray]:
     return packed, sf
 
 
-def fp8(rng, rows, columns, scale_dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """E4M3 [N, K], scales [ceil(N/128), ceil(K/128)], and their product in float32."""
+def fp8(
+    rng, rows, columns, scale_dtype, block=BLOCK, calm=False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """E4M3 [N, K], scales per block x block, and their product in float32; `calm` as in `fp4`."""
     codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0x80  # no NaN
     values = codes.view(ml_dtypes.float8_e4m3fn)
-    shape = (-(-rows // BLOCK), -(-columns // BLOCK))
+    shape = (-(-rows // block), -(-columns // block))
     if scale_dtype == ml_dtypes.float8_e8m0fnu:
-        scales = rng.integers(110, 125, shape, dtype=np.uint8).view(scale_dtype)
+        bounds = (116, 119) if calm else (110, 125)
+        scales = rng.integers(*bounds, shape, dtype=np.uint8).view(scale_dtype)
     else:
         scales = rng.uniform(1e-4, 1e-3, shape).astype(scale_dtype)
     product = np.empty((rows, columns), np.float32)
     for (i, j), scale in np.ndenumerate(scales.astype(np.float32)):
-        block = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
-        product[block] = values[block].astype(np.float32) * scale
+        where = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+        product[where] = values[where].astype(np.float32) * scale
     return values, scales, product
 
 
-def bf16(rng, *shape) -> np.ndarray:
-    return rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+def bf16(rng, *shape, fan_in=1) -> np.ndarray:
+    return (rng.normal(size=shape) * fan_in**-0.5).astype(ml_dtypes.bfloat16)
 
 
 def f32(rng, *shape) -> np.ndarray:
     return rng.normal(size=shape).astype(np.float32)
 
 
+def selection_bias(rng, calm) -> np.ndarray:
+    """`calm`: smaller than differences of scores, so that these decide as well."""
+    return f32(rng, EXPERTS) * np.float32(0.1 if calm else 1.0)
+
+
 def _shapes():
     return {"gate": (INTER, HIDDEN), "up": (INTER, HIDDEN), "down": (HIDDEN, INTER)}
 
 
-def _add_mxfp4(rng, tensors, prefix, projections, suffixes, dtypes) -> dict[str, np.ndarray]:
+def _add_mxfp4(rng, tensors, prefix, projections, suffixes, dtypes, calm) -> dict[str, np.ndarray]:
     """Experts of one layer, tensor by tensor; returns what `ExpertWeights` should hold."""
     parts: dict[str, list] = {}
     for expert in range(EXPERTS):
         for role, shape in _shapes().items():
-            packed, sf = fp4(rng, *shape)
+            packed, sf = fp4(rng, *shape, calm=calm)
             for suffix, dtype, array in zip(suffixes, dtypes, (packed, sf), strict=True):
                 name = f"{prefix}.experts.{expert}.{projections[role]}.{suffix}"
                 tensors[name] = array.view(dtype)
@@ -164,21 +178,34 @@ def _stacked(parts) -> dict[str, np.ndarray]:
     }
 
 
-def _add_dense(rng, tensors, prefix, projections, scale_suffix, scale_dtype):
+def _add_matrix(rng, tensors, name, shape, scale_suffix, scale_dtype, **options) -> np.ndarray:
+    """One matrix in FP8, or BF16 if scale_dtype is None; returns it in float32."""
+    if scale_dtype is None:
+        tensors[f"{name}.weight"] = bf16(rng, *shape, fan_in=shape[1])
+        return tensors[f"{name}.weight"].astype(np.float32)
+    values, scales, product = fp8(rng, *shape, scale_dtype, **options)
+    tensors[f"{name}.weight"], tensors[f"{name}.{scale_suffix}"] = values, scales
+    return product
+
+
+def _add_dense(rng, tensors, prefix, projections, scale_suffix, scale_dtype, calm):
     """The same for FP8 (or BF16, scale_dtype None); returns the weights in float32."""
     parts: dict[str, list] = {}
     for expert in range(EXPERTS):
         for role, shape in _shapes().items():
             name = f"{prefix}.experts.{expert}.{projections[role]}"
-            if scale_dtype is None:
-                tensors[f"{name}.weight"] = bf16(rng, *shape)
-                product = tensors[f"{name}.weight"].astype(np.float32)
-            else:
-                values, scales, product = fp8(rng, *shape, scale_dtype)
-                tensors[f"{name}.weight"] = values
-                tensors[f"{name}.{scale_suffix}"] = scales
-            parts.setdefault(f"w_{role}", []).append(product)
+            matrix = _add_matrix(rng, tensors, name, shape, scale_suffix, scale_dtype, calm=calm)
+            parts.setdefault(f"w_{role}", []).append(matrix)
     return {name: np.stack(arrays) for name, arrays in parts.items()}
+
+
+def _add_shared(rng, tensors, prefix, projections, *how, hidden=HIDDEN, width=INTER, **options):
+    """A shared expert; `how` are scale_suffix and scale_dtype. Returns it in float32."""
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    return {
+        role: _add_matrix(rng, tensors, f"{prefix}.{projections[role]}", shape, *how, **options)
+        for role, shape in shapes.items()
+    }
 
 
 _W123 = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -187,14 +214,19 @@ _SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": INTER, "num_hidden_lay
 _BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def deepseek_v4(rng, *, nested=False, base_scales=None) -> Model:
+def deepseek_v4(rng, *, nested=False, base_scales=None, calm=False) -> Model:
     """nested: V4.1's config.json. base_scales: V4-Base, FP8 experts with scales of that dtype."""
     text = {
         "model_type": "deepseek_v41" if nested else "deepseek_v4",
         **_SIZES,
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
+        "n_shared_experts": 1,
         "num_hash_layers": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
         "hidden_act": "silu",
         "swiglu_limit": 10.0,
     }
@@ -206,36 +238,46 @@ def deepseek_v4(rng, *, nested=False, base_scales=None) -> Model:
         config = text
     config["quantization_config"] = quantization
     tensors = {"embed.weight": bf16(rng, VOCAB, HIDDEN)}
-    expected = {}
+    expected, expected_shared = {}, {}
+    dense_scales = ml_dtypes.float8_e8m0fnu if base_scales is None else base_scales
+    dense_block = quantization["weight_block_size"][0]
     for layer in (0, 1):
         prefix = f"layers.{layer}.ffn"
-        tensors[f"{prefix}.gate.weight"] = bf16(rng, EXPERTS, HIDDEN)
+        tensors[f"{prefix}.gate.weight"] = bf16(rng, EXPERTS, HIDDEN, fan_in=HIDDEN)
         if layer == 0:
             table = rng.integers(0, EXPERTS, (VOCAB, TOP_K), dtype=np.int64)
             tensors[f"{prefix}.gate.tid2eid"] = table
         else:
-            tensors[f"{prefix}.gate.bias"] = f32(rng, EXPERTS)
-        shared = fp8(rng, INTER, HIDDEN, ml_dtypes.float8_e8m0fnu)
-        tensors[f"{prefix}.shared_experts.w1.weight"] = shared[0]
-        tensors[f"{prefix}.shared_experts.w1.scale"] = shared[1]
+            tensors[f"{prefix}.gate.bias"] = selection_bias(rng, calm)
+        shared = f"{prefix}.shared_experts", _W123, "scale", dense_scales
+        expected_shared[layer] = _add_shared(rng, tensors, *shared, block=dense_block, calm=calm)
         if base_scales is not None:
-            expected[layer] = _add_dense(rng, tensors, prefix, _W123, "scale", base_scales)
+            expected[layer] = _add_dense(rng, tensors, prefix, _W123, "scale", base_scales, calm)
         else:
             dtypes = (np.int8, ml_dtypes.float8_e8m0fnu)
-            expected[layer] = _add_mxfp4(rng, tensors, prefix, _W123, ("weight", "scale"), dtypes)
+            names = ("weight", "scale")
+            expected[layer] = _add_mxfp4(rng, tensors, prefix, _W123, names, dtypes, calm)
     draft = fp4(rng, INTER, HIDDEN)  # a draft block's experts are no layer
     tensors["mtp.0.ffn.experts.0.w1.weight"] = draft[0].view(np.int8)
     tensors["mtp.0.ffn.experts.0.w1.scale"] = draft[1].view(ml_dtypes.float8_e8m0fnu)
-    return Model(config, tensors, (0, 1), expected)
+    return Model(config, tensors, (0, 1), expected, expected_shared)
 
 
-def deepseek_v3(rng, model_type="deepseek_v3", scale_dtype=np.float32) -> Model:
+def deepseek_v3(rng, model_type="deepseek_v3", scale_dtype=np.float32, *, calm=False) -> Model:
+    groups = 1 if model_type == "kimi_k2" else 2
     config = {
         "model_type": model_type,
         **_SIZES,
         "intermediate_size": 4 * INTER,  # of dense layers
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
+        "n_shared_experts": 2,
+        "n_group": groups,
+        "topk_group": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 1,
         "hidden_act": "silu",
         "quantization_config": _BLOCKS,
@@ -244,16 +286,18 @@ def deepseek_v3(rng, model_type="deepseek_v3", scale_dtype=np.float32) -> Model:
     tensors = {
         "model.layers.0.mlp.gate_proj.weight": dense[0],
         "model.layers.0.mlp.gate_proj.weight_scale_inv": dense[1],
-        "model.layers.1.mlp.gate.weight": bf16(rng, EXPERTS, HIDDEN),
-        "model.layers.1.mlp.gate.e_score_correction_bias": f32(rng, EXPERTS),
+        "model.layers.1.mlp.gate.weight": bf16(rng, EXPERTS, HIDDEN, fan_in=HIDDEN),
+        "model.layers.1.mlp.gate.e_score_correction_bias": selection_bias(rng, calm),
     }
-    shared = fp8(rng, INTER, HIDDEN, np.float32)
-    tensors["model.layers.1.mlp.shared_experts.gate_proj.weight"] = shared[0]
-    weights = _add_dense(rng, tensors, "model.layers.1.mlp", _PROJ, "weight_scale_inv", scale_dtype)
-    return Model(config, tensors, (1,), {1: weights})
+    how = "weight_scale_inv", scale_dtype
+    layer = "model.layers.1.mlp"
+    shared = f"{layer}.shared_experts", _PROJ, *how
+    expected_shared = _add_shared(rng, tensors, *shared, width=2 * INTER, calm=calm)
+    weights = _add_dense(rng, tensors, layer, _PROJ, *how, calm)
+    return Model(config, tensors, (1,), {1: weights}, {1: expected_shared})
 
 
-def kimi_k3(rng) -> Model:
+def kimi_k3(rng, *, calm=False) -> Model:
     text = {
         "model_type": "kimi_linear",
         "hidden_size": 2 * HIDDEN,
@@ -262,6 +306,12 @@ def kimi_k3(rng) -> Model:
         "num_hidden_layers": 2,
         "num_experts": EXPERTS,
         "num_experts_per_token": TOP_K,
+        "num_shared_experts": 2,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
         "hidden_act": "situ",
         "activation_situ_beta": 4.0,
         "activation_situ_linear_beta": 25.0,
@@ -269,17 +319,19 @@ def kimi_k3(rng) -> Model:
     }
     prefix = "language_model.model.layers.1.block_sparse_moe"
     tensors = {
-        f"{prefix}.gate.weight": bf16(rng, EXPERTS, 2 * HIDDEN),
-        f"{prefix}.gate.e_score_correction_bias": f32(rng, EXPERTS),
+        f"{prefix}.gate.weight": bf16(rng, EXPERTS, 2 * HIDDEN, fan_in=2 * HIDDEN),
+        f"{prefix}.gate.e_score_correction_bias": selection_bias(rng, calm),
         f"{prefix}.routed_expert_down_proj.weight": bf16(rng, HIDDEN, 2 * HIDDEN),
-        f"{prefix}.shared_experts.gate_proj.weight": bf16(rng, INTER, 2 * HIDDEN),
     }
+    shared = f"{prefix}.shared_experts", _PROJ, "", None
+    expected_shared = _add_shared(rng, tensors, *shared, hidden=2 * HIDDEN, width=2 * INTER)
     suffixes, dtypes = ("weight_packed", "weight_scale"), (np.uint8, np.uint8)
-    weights = _add_mxfp4(rng, tensors, prefix, _W123, suffixes, dtypes)
-    return Model({"model_type": "kimi_k3", "text_config": text}, tensors, (1,), {1: weights})
+    weights = _add_mxfp4(rng, tensors, prefix, _W123, suffixes, dtypes, calm)
+    config = {"model_type": "kimi_k3", "text_config": text}
+    return Model(config, tensors, (1,), {1: weights}, {1: expected_shared})
 
 
-def gpt_oss(rng, *, original=False) -> Model:
+def gpt_oss(rng, *, original=False, calm=False) -> Model:
     """original: names and config.json of the first release, without model_type."""
     if original:
         config = {
@@ -304,7 +356,7 @@ def gpt_oss(rng, *, original=False) -> Model:
     for layer in (0, 1):
         parts = {}
         for role, shape in _shapes().items():
-            parts[role], parts[role + "_sf"] = fp4(rng, EXPERTS, *shape)
+            parts[role], parts[role + "_sf"] = fp4(rng, EXPERTS, *shape, calm=calm)
             parts[role + "_bias"] = bf16(rng, EXPERTS, shape[0])
         fused = {}
         for kind in ("", "_sf", "_bias"):  # gate, up, gate, up, ...
@@ -324,7 +376,7 @@ def gpt_oss(rng, *, original=False) -> Model:
             tensors[f"{weight}blocks"] = arrays[""].reshape(*sf.shape, 16)
             tensors[f"{weight}scales"] = sf
             tensors[f"{experts}{name}_bias"] = arrays["_bias"]
-        tensors[f"{router}.weight"] = bf16(rng, EXPERTS, HIDDEN)
+        tensors[f"{router}.weight"] = bf16(rng, EXPERTS, HIDDEN, fan_in=HIDDEN)
         tensors[f"{router}.bias"] = bf16(rng, EXPERTS)
         expected[layer] = _stacked(parts) | {
             f"{role}_bias": parts[f"{role}_bias"] for role in _shapes()
@@ -332,21 +384,32 @@ def gpt_oss(rng, *, original=False) -> Model:
     return Model(config, tensors, (0, 1), expected)
 
 
-def qwen3_moe(rng, scale_dtype=None) -> Model:
-    """BF16, or FP8 with scales of `scale_dtype`."""
+def qwen3_moe(rng, scale_dtype=None, *, model_type="qwen3_moe", calm=False) -> Model:
+    """BF16, or FP8 with scales of `scale_dtype`. model_type qwen2_moe adds a shared expert."""
     config = {
-        "model_type": "qwen3_moe",
+        "model_type": model_type,
         **_SIZES,
         "intermediate_size": 4 * INTER,
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": model_type == "qwen3_moe",
         "hidden_act": "silu",
     }
+    if model_type == "qwen2_moe":
+        config["shared_expert_intermediate_size"] = 2 * INTER
     if scale_dtype is not None:
         config["quantization_config"] = _BLOCKS
-    tensors, expected = {}, {}
+    tensors, expected, expected_shared = {}, {}, {}
+    how = "weight_scale_inv", scale_dtype
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.mlp"
-        tensors[f"{prefix}.gate.weight"] = bf16(rng, EXPERTS, HIDDEN)
-        expected[layer] = _add_dense(rng, tensors, prefix, _PROJ, "weight_scale_inv", scale_dtype)
-    return Model(config, tensors, (0, 1), expected)
+        tensors[f"{prefix}.gate.weight"] = bf16(rng, EXPERTS, HIDDEN, fan_in=HIDDEN)
+        expected[layer] = _add_dense(rng, tensors, prefix, _PROJ, *how, calm)
+        if model_type == "qwen2_moe":
+            parts = _add_shared(
+                rng, tensors, f"{prefix}.shared_expert", _PROJ, *how, width=2 * INTER, calm=calm
+            )
+            gate = bf16(rng, 1, HIDDEN, fan_in=HIDDEN)
+            tensors[f"{prefix}.shared_expert_gate.weight"] = gate
+            expected_shared[layer] = parts | {"token_gate": gate.astype(np.float32)}
+    return Model(config, tensors, (0, 1), expected, expected_shared)

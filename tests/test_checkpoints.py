@@ -41,6 +41,11 @@ ROUNDED = {
     "Qwen3": (files.qwen3_moe, "qwen3_moe"),
     "Qwen3 FP8": (lambda rng: files.qwen3_moe(rng, np.float32), "qwen3_moe"),
     "Qwen3 FP8, BF16 scales": (lambda rng: files.qwen3_moe(rng, BF16), "qwen3_moe"),
+    "Qwen2": (lambda rng: files.qwen3_moe(rng, model_type="qwen2_moe"), "qwen3_moe"),
+    "Qwen2 FP8": (
+        lambda rng: files.qwen3_moe(rng, np.float32, model_type="qwen2_moe"),
+        "qwen3_moe",
+    ),
 }
 ALL = EXACT | ROUNDED
 
@@ -185,6 +190,36 @@ def test_router_tensors_come_as_stored(name, rng, tmp_path):
         assert set(checkpoint.router(0)) == {"weight", "tid2eid"}
         assert checkpoint.router(0)["tid2eid"].shape == (VOCAB, TOP_K)
         assert set(checkpoint.router(1)) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_shared_experts(name, rng, tmp_path):
+    model = make(name, rng)
+    checkpoint = checkpoints.open(files.write(model, tmp_path, 3))
+    for layer in model.layers:
+        shared = checkpoint.shared_expert(layer)
+        expected = model.shared.get(layer, {})
+        assert set(shared) == set(expected)
+        for role, matrix in shared.items():
+            assert matrix.dtype == BF16
+            np.testing.assert_array_equal(matrix, expected[role].astype(BF16), err_msg=role)
+    assert bool(model.shared) == (checkpoint.family != "gpt_oss" and "Qwen3" not in name)
+
+
+def test_power_of_two_scales_leave_shared_experts_exact(rng, tmp_path):
+    model = files.deepseek_v4(rng)
+    shared = checkpoints.open(files.write(model, tmp_path)).shared_expert(1)
+    for role, matrix in shared.items():
+        np.testing.assert_array_equal(matrix.astype(np.float32), model.shared[1][role])
+
+
+def test_a_shared_expert_in_fp32_comes_as_stored(rng, tmp_path):
+    model = files.kimi_k3(rng)
+    name = next(t for t in model.tensors if t.endswith("shared_experts.up_proj.weight"))
+    model.tensors[name] = files.f32(rng, *model.tensors[name].shape)
+    shared = checkpoints.open(files.write(model, tmp_path)).shared_expert(1)
+    assert shared["up"].dtype == np.float32 and shared["gate"].dtype == BF16
+    np.testing.assert_array_equal(shared["up"], model.tensors[name])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -386,7 +421,7 @@ def replaced(model, suffix, change):
 
 def nan_scale(sf):
     sf = sf.copy()
-    sf.view(np.uint8)[5, 1] = 255
+    sf.view(np.uint8)[2, 1] = 255
     return sf
 
 
@@ -394,6 +429,87 @@ def stacked_nan_scale(sf):
     sf = sf.copy()
     sf[2, 5, 1] = 255
     return sf
+
+
+SHARED_MISTAKES = {
+    "no up projection": (
+        lambda model: replaced(model, "shared_experts.up_proj.weight", lambda a: None),
+        r"shared expert of layer 1: got no up; expected gate and up and down",
+    ),
+    "none at all": (
+        lambda model: drop(model, "shared_experts"),
+        r"shared expert of layer 1: got no gate",
+    ),
+    "one that config.json does not know": (
+        lambda model: set_config(model, n_shared_experts=0),
+        r"shared expert of layer 1: got .*shared_experts\..*; expected none, as config.json says",
+    ),
+    "no word about it": (
+        lambda model: set_config(model, n_shared_experts=None),
+        r"n_shared_experts or num_shared_experts: got no such entry",
+    ),
+    "more of them than config.json says": (
+        lambda model: set_config(model, n_shared_experts=1),
+        r"shared_experts.gate_proj.weight: got F8_E4M3\[192, 192\]; expected F8_E4M3 \[96, 192\]",
+    ),
+    "a gate that this family has not": (
+        lambda model: model.tensors.update(
+            {"model.layers.1.mlp.shared_expert_gate.weight": np.ones((1, HIDDEN), BF16)}
+        ),
+        r"shared expert of layer 1: got a token_gate",
+    ),
+    "scales of other blocks": (
+        lambda model: replaced(
+            model, "shared_experts.up_proj.weight_scale_inv", lambda a: a[:1].copy()
+        ),
+        r"up_proj.weight_scale_inv: got F32\[1, 2\]; expected F32 \[2, 2\]",
+    ),
+    "no scales": (
+        lambda model: replaced(model, "shared_experts.up_proj.weight_scale_inv", lambda a: None),
+        r"up_proj.weight: got F8_E4M3 without scales; expected FP8 .* or unquantised",
+    ),
+    "a NaN": (
+        lambda model: replaced(model, "shared_experts.down_proj.weight", nan_code),
+        r"shared_experts.down_proj.weight: got a NaN or an infinity",
+    ),
+}
+
+
+def set_config(model, **entries):
+    for name, value in entries.items():
+        model.text_config.pop(name)
+        if value is not None:
+            model.text_config[name] = value
+
+
+def drop(model, part):
+    model.tensors = {name: array for name, array in model.tensors.items() if part not in name}
+
+
+def nan_code(values):
+    values = values.copy()
+    values.view(np.uint8)[3, 5] = 0x7F
+    return values
+
+
+@pytest.mark.parametrize("name", SHARED_MISTAKES)
+def test_mistakes_in_shared_experts(name, rng, tmp_path):
+    change, message = SHARED_MISTAKES[name]
+    model = files.deepseek_v3(rng)
+    change(model)
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoint.shared_expert(1)
+
+
+def test_a_nan_scale_of_a_shared_expert(rng, tmp_path):
+    model = replaced(files.deepseek_v4(rng, nested=True), "shared_experts.w3.scale", nan_scale)
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    message = r"tensor layers.1.ffn.shared_experts.w3.scale, row 2, block 1: got scale byte 255"
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoint.shared_expert(1)
+    with pytest.raises(MegaMoEError, match="one of the layers with experts, 0-1"):
+        checkpoint.shared_expert(7)
 
 
 def with_infinity(values):
@@ -447,10 +563,10 @@ DAMAGED = {
     ),
     "NaN scale in V4": (
         "V4", "experts.2.w1.scale", nan_scale,
-        ["experts.2.w1.scale, expert 2, row 5, block 1", "scale byte 255", "1 of 576"],
+        ["experts.2.w1.scale, expert 2, row 2, block 1", "scale byte 255", "1 of 576"],
     ),
     "NaN scale in Kimi-K3": (
-        "Kimi-K3", "experts.1.w2.weight_scale", nan_scale, ["expert 1, row 5, block 1"],
+        "Kimi-K3", "experts.1.w2.weight_scale", nan_scale, ["expert 1, row 2, block 1"],
     ),
     "NaN scale in gpt-oss": (
         "gpt-oss", "gate_up_proj_scales", stacked_nan_scale, ["expert 2, row 5, block 1"],

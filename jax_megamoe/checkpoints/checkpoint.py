@@ -1,4 +1,4 @@
-"""`Checkpoint`: the experts and the router of a layer, out of a directory."""
+"""`Checkpoint`: experts, router and shared expert of a layer, out of a directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ from jax_megamoe.checkpoints.families import (
     HIDDEN_KEYS,
     MXFP4,
     PARTS,
+    SHARED_FORMATS,
+    SHARED_KEYS,
+    SHARED_PROJECTIONS,
     TOP_K_KEYS,
+    Format,
     Matrix,
     Stored,
     detect_family,
@@ -34,6 +38,7 @@ from jax_megamoe.checkpoints.families import (
 from jax_megamoe.checkpoints.files import AGAIN, DTYPES, Shard, Tensor, load_json, tensor_files
 from jax_megamoe.config import SF_GROUP, Activation, swiglu
 from jax_megamoe.errors import check
+from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
 
 #: Called with (experts done, experts in all).
@@ -110,6 +115,8 @@ class Checkpoint:
         # layer -> (expert, "gate", "values") -> name; expert -1: a tensor of all experts.
         self._experts: dict[int, dict[tuple[int, str, str], str]] = {}
         self._routers: dict[int, dict[str, str]] = {}
+        # layer -> ("gate", "values") -> name.
+        self._shared: dict[int, dict[tuple[str, str], str]] = {}
         self._scan()
         self.layers: tuple[int, ...] = tuple(sorted(self._experts))
         self.tensor_names: tuple[str, ...] = tuple(self._files)
@@ -300,6 +307,84 @@ class Checkpoint:
             )
         return result
 
+    def make_router(self) -> Router:
+        """The router of this model, with the numbers of its config.json.
+
+        Its operands are what `router(layer)` returns, see docs/routers.md.
+
+        Raises:
+          MegaMoEError: an entry that is missing, or says that the scores are others than in the
+            published models of this family.
+        """
+        return self._family.make_router(self.model_config)
+
+    def shared_expert(self, layer: int) -> dict[str, np.ndarray]:
+        """A layer's shared expert: "gate" and "up" [S, hidden_size], "down" [hidden_size, S].
+
+        FP8 is multiplied by its scales in FP32 and rounded to bfloat16, which is exact if scales
+        are powers of two and no product is denormal; other dtypes come as stored. Several shared
+        experts are one, with S the sum of their widths. Qwen2-MoE also has "token_gate"
+        [1, hidden_size]. Empty for a model without.
+
+        Raises:
+          MegaMoEError: a tensor that is missing or has another dtype or shape than config.json
+            says; one that is there against config.json; values that are not finite.
+        """
+        self._layer(layer)
+        names = self._shared.get(layer, {})
+        hidden, width = self._size("hidden_size"), self._shared_width(bool(names))
+        if width == 0:
+            self._require(
+                not names,
+                f"shared expert of layer {layer}",
+                next(iter(names.values()), ""),
+                "none, as config.json says",
+            )
+            return {}
+        shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+        if "shared_expert_intermediate_size" in self.model_config:
+            shapes["token_gate"] = (1, hidden)
+        more = sorted({role for role, _ in names} - set(shapes))
+        missing = [role for role in shapes if (role, "values") not in names]
+        self._require(
+            not missing and not more,
+            f"shared expert of layer {layer}",
+            f"no {missing[0]}" if missing else f"a {''.join(more[:1])}",
+            " and ".join(shapes),
+        )
+        return {
+            role: self._shared_matrix(names[role, "values"], names.get((role, "scales")), shape)
+            for role, shape in shapes.items()
+        }
+
+    def _shared_width(self, there: bool) -> int:
+        """Width of all shared experts together; 0 if config.json says that there are none."""
+        if "shared_expert_intermediate_size" in self.model_config:
+            return self._size("shared_expert_intermediate_size")
+        if not there and not set(SHARED_KEYS) & set(self.model_config):
+            return 0
+        count = entry(self.model_config, *SHARED_KEYS)
+        return self._size(*SHARED_KEYS) * self._intermediate if count else 0
+
+    def _shared_matrix(self, values: str, scales: str | None, shape: tuple[int, int]) -> np.ndarray:
+        stored = self._format(values, scales, SHARED_FORMATS)
+        self._check_tensor(values, (stored.values,), shape)
+        matrix, scale = self.tensor(values), None
+        if scales is not None and stored.scales is not None:
+            block = self._block()
+            scale_shape = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+            self._check_tensor(scales, (stored.scales,), scale_shape)
+            scale = self._scale(scales)
+            matrix = np.asarray(_widen_to_bf16(matrix, scale, block))
+        check(
+            bool(np.isfinite(matrix.astype(np.float32)).all()),
+            f"tensor {values}",
+            got="a NaN or an infinity",
+            want="finite weights",
+            remedy=AGAIN,
+        )
+        return matrix
+
     def tensor(self, name: str) -> np.ndarray:
         """A copy of any tensor, by its full name, in numpy's or ml_dtypes' dtype for it."""
         self._require(name in self._files, f"tensor {name}", "no such tensor", "a tensor's name")
@@ -320,6 +405,9 @@ class Checkpoint:
             if match := self._family.router.fullmatch(name):
                 slots: dict[Any, str] = self._routers.setdefault(int(match["layer"]), {})
                 key: Any = match["part"]
+            elif self._family.shared and (match := self._family.shared.fullmatch(name)):
+                slots = self._shared.setdefault(int(match["layer"]), {})
+                key = (SHARED_PROJECTIONS[match["projection"]], PARTS[match["part"]])
             elif match := self._family.experts.fullmatch(name):
                 slots = self._experts.setdefault(int(match["layer"]), {})
                 expert = -1 if self._family.stacked else int(match["expert"])
@@ -469,18 +557,22 @@ class Checkpoint:
     def _stored(self, names: dict[tuple[int, str, str], str], expert: int) -> Stored:
         """How one expert is stored, from its first matrix: the others have to be alike."""
         values_key, scales_key = self._keys(expert)[:2]
-        values = self._tensor(names[values_key]).dtype
-        scales = self._tensor(names[scales_key]).dtype if scales_key in names else None
-        for candidate in self._family.formats:
-            if values in candidate.values and scales in (candidate.scales or (None,)):
-                return Stored(candidate, values, scales)
+        return self._format(names[values_key], names.get(scales_key), self._family.formats)
+
+    def _format(self, values: str, scales: str | None, formats: tuple[Format, ...]) -> Stored:
+        """Which of `formats` these tensors are stored in."""
+        dtype = self._tensor(values).dtype
+        scales_dtype = self._tensor(scales).dtype if scales else None
+        for candidate in formats:
+            if dtype in candidate.values and scales_dtype in (candidate.scales or (None,)):
+                return Stored(candidate, dtype, scales_dtype)
         check(
             False,
-            f"tensor {names[values_key]}",
-            got=spell_dtypes(values, scales),
-            want=" or ".join(map(str, self._family.formats)),
+            f"tensor {values}",
+            got=spell_dtypes(dtype, scales_dtype),
+            want=" or ".join(map(str, formats)),
             remedy="INT4 has no exact FP4 form; load a release in FP8"
-            if values == "I32"
+            if dtype == "I32"
             else "load a release of the model in one of these formats",
         )
         raise AssertionError
@@ -524,17 +616,12 @@ class Checkpoint:
         assert matrix.scales is not None
         index = matrix.expert if self._family.stacked else None
         sf = self._bytes(matrix.scales, index).reshape(matrix.rows, -1)
-        _check_scales(matrix, sf)
+        _check_scales(matrix.scales, matrix.expert, sf)
         return self._bytes(matrix.values, index).reshape(matrix.rows, -1), sf
 
     def _rounded(self, matrix: Matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Codes [N, K/2], scales [N, K/32], sums of squares of the error and of the values."""
-        scale = None
-        if matrix.scales is not None:
-            scale = self.tensor(matrix.scales)
-            if scale.dtype == ml_dtypes.float8_e8m0fnu:
-                _check_scales(matrix, scale.view(np.uint8))
-            scale = scale.astype(np.float32)
+        scale = None if matrix.scales is None else self._scale(matrix.scales, matrix.expert)
         result = _round_to_mxfp4(self.tensor(matrix.values), scale, self._block())
         packed, sf, error, norm = map(np.asarray, result)
         check(
@@ -545,6 +632,13 @@ class Checkpoint:
             remedy=AGAIN,
         )
         return packed, sf, np.array([error, norm], np.float64)
+
+    def _scale(self, name: str, expert: int | None = None) -> np.ndarray:
+        """Scales of FP8 blocks, in float32."""
+        scale = self.tensor(name)
+        if scale.dtype == ml_dtypes.float8_e8m0fnu:
+            _check_scales(name, expert, scale.view(np.uint8))
+        return scale.astype(np.float32)
 
     def _block(self) -> tuple[int, int]:
         block = self._quantization.get("weight_block_size", [128, 128])
@@ -563,29 +657,41 @@ class Checkpoint:
         return block[0], block[1]
 
 
-def _check_scales(matrix: Matrix, sf: np.ndarray) -> None:
+def _check_scales(name: str, expert: int | None, sf: np.ndarray) -> None:
     bad = sf == quantize.UE8M0_NAN
     if not bad.any():
         return
     row, group = np.unravel_index(np.argmax(bad), bad.shape)
+    of_expert = "" if expert is None else f", expert {expert}"
     check(
         False,
-        f"tensor {matrix.scales}, expert {matrix.expert}, row {row}, block {group}",
+        f"tensor {name}{of_expert}, row {row}, block {group}",
         got=f"scale byte {quantize.UE8M0_NAN}, a NaN ({np.count_nonzero(bad)} of {bad.size})",
         want="finite scales",
         remedy=AGAIN,
     )
 
 
-@functools.partial(jax.jit, static_argnames="block")
-def _round_to_mxfp4(matrix, scale, block):
-    """[N, K] of a float dtype, times scales per block [ceil(N/b0), ceil(K/b1)] if there are any
-    -> packed [N, K/2], scales [N, K/32], sum of squares of the error and of the values."""
+def _widen(matrix, scale, block):
+    """[N, K] of a float dtype, times scales per block if there are any, in float32."""
     values = matrix.astype(jnp.float32)
     if scale is not None:
         rows, columns = matrix.shape
         scale = jnp.repeat(scale, block[0], axis=0)[:rows]
         values = values * jnp.repeat(scale, block[1], axis=1)[:, :columns]
+    return values
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _widen_to_bf16(matrix, scale, block):
+    return _widen(matrix, scale, block).astype(jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def _round_to_mxfp4(matrix, scale, block):
+    """[N, K] of a float dtype, times scales per block [ceil(N/b0), ceil(K/b1)] if there are any
+    -> packed [N, K/2], scales [N, K/32], sum of squares of the error and of the values."""
+    values = _widen(matrix, scale, block)
     codes, sf = quantize.quantize_e2m1(values)
     error = quantize.dequantize_e2m1(codes, sf) - values
     return quantize.pack_e2m1(codes), sf, jnp.sum(error**2), jnp.sum(values**2)

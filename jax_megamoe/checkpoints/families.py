@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_megamoe import routers
 from jax_megamoe.errors import check
 
 
@@ -72,6 +73,61 @@ def _gpt_oss_swiglu(model: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "gpt_oss_swiglu", "limit": entry(model, "swiglu_limit"), "alpha": 1.702}
 
 
+def _stated(model: dict[str, Any], key: str, want: str) -> None:
+    """Refuses a config.json that says something else than the published models of the family."""
+    check(
+        model.get(key, want) == want,
+        f"config.json: {key}",
+        got=repr(model.get(key)),
+        want=repr(want),
+        remedy="build a jax_megamoe.routers.Router for this model",
+    )
+
+
+def _deepseek_v3_router(model: dict[str, Any]) -> routers.Router:
+    _stated(model, "scoring_func", "sigmoid")
+    _stated(model, "topk_method", "noaux_tc")
+    return routers.deepseek_v3(
+        top_k=entry(model, *TOP_K_KEYS),
+        n_group=entry(model, "n_group"),
+        topk_group=entry(model, "topk_group"),
+        norm_topk_prob=entry(model, "norm_topk_prob"),
+        routed_scaling_factor=entry(model, "routed_scaling_factor"),
+    )
+
+
+def _deepseek_v4_router(model: dict[str, Any]) -> routers.Router:
+    _stated(model, "scoring_func", "sqrtsoftplus")
+    _stated(model, "topk_method", "noaux_tc")
+    return routers.deepseek_v4(
+        top_k=entry(model, *TOP_K_KEYS),
+        norm_topk_prob=entry(model, "norm_topk_prob"),
+        routed_scaling_factor=entry(model, "routed_scaling_factor"),
+    )
+
+
+def _kimi_k3_router(model: dict[str, Any]) -> routers.Router:
+    _stated(model, "moe_router_activation_func", "sigmoid")
+    _stated(model, "topk_method", "noaux_tc")
+    return routers.deepseek_v3(
+        top_k=entry(model, *TOP_K_KEYS),
+        n_group=entry(model, "num_expert_group"),
+        topk_group=entry(model, "topk_group"),
+        norm_topk_prob=entry(model, "moe_renormalize"),
+        routed_scaling_factor=entry(model, "routed_scaling_factor"),
+    )
+
+
+def _gpt_oss_router(model: dict[str, Any]) -> routers.Router:
+    return routers.gpt_oss(top_k=entry(model, *TOP_K_KEYS))
+
+
+def _qwen3_moe_router(model: dict[str, Any]) -> routers.Router:
+    # Entries that have the default of transformers' class may be left out, and it is False there.
+    norm_topk_prob = model.get("norm_topk_prob", False)
+    return routers.qwen3_moe(top_k=entry(model, *TOP_K_KEYS), norm_topk_prob=norm_topk_prob)
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """Attributes:
@@ -79,18 +135,22 @@ class Family:
     experts: matches an expert tensor's name, with groups layer, projection and part, and expert
       unless a tensor holds all experts of a layer.
     router: matches a router tensor's name, with groups layer and part.
+    shared: matches a shared expert's tensor, with groups layer, projection and part.
     projections: group projection -> "gate", "up", "gate_up" (rows alternate) or "down".
     formats: what the experts may be stored in.
     activation: config.json -> what `Checkpoint.activation` is.
+    make_router: config.json -> its router.
     intermediate: key of the width of an expert in config.json.
     """
 
     model_types: tuple[str, ...]
     experts: re.Pattern[str]
     router: re.Pattern[str]
+    shared: re.Pattern[str] | None
     projections: dict[str, str]
     formats: tuple[Format, ...]
     activation: Callable[[dict[str, Any]], dict[str, Any]]
+    make_router: Callable[[dict[str, Any]], routers.Router]
     intermediate: str = "moe_intermediate_size"
 
     @property
@@ -98,12 +158,16 @@ class Family:
         return "expert" not in self.experts.groupindex
 
 
-def _names(block: str, projections: str, router: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _names(
+    block: str, projections: str, router: str
+) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     start = rf"(?:.+\.)?layers\.(?P<layer>\d+)\.{block}\."
     part = r"(?P<part>weight|weight_packed|scale|weight_scale|weight_scale_inv)"
+    shared = rf"shared_expert(?:s?\.|_)(?P<projection>{'|'.join(SHARED_PROJECTIONS)})"
     return (
         re.compile(rf"{start}experts\.(?P<expert>\d+)\.(?P<projection>{projections})\.{part}"),
         re.compile(rf"{start}gate\.(?P<part>{router})"),
+        re.compile(rf"{start}{shared}\.{part}"),
     )
 
 
@@ -124,6 +188,10 @@ PARTS = {
 }
 _W123 = {"w1": "gate", "w3": "up", "w2": "down"}
 _PROJ = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+#: Group projection of a shared expert -> what it is; the last one weighs its output per token.
+SHARED_PROJECTIONS = _W123 | _PROJ | {"gate": "token_gate"}
+#: What a shared expert may be stored in, whatever the others are.
+SHARED_FORMATS = (FP8, _BF16)
 
 FAMILY_OF_NAME = {
     "deepseek_v4": Family(
@@ -132,6 +200,7 @@ FAMILY_OF_NAME = {
         projections=_W123,
         formats=(MXFP4, FP8),
         activation=_clamped_silu,
+        make_router=_deepseek_v4_router,
     ),
     "deepseek_v3": Family(
         ("deepseek_v3", "deepseek_v32", "kimi_k2"),
@@ -139,6 +208,7 @@ FAMILY_OF_NAME = {
         projections=_PROJ,
         formats=(FP8, _BF16),
         activation=_silu,
+        make_router=_deepseek_v3_router,
     ),
     "kimi_k3": Family(
         ("kimi_k3",),
@@ -146,6 +216,7 @@ FAMILY_OF_NAME = {
         projections=_W123,
         formats=(MXFP4,),
         activation=_situ,
+        make_router=_kimi_k3_router,
     ),
     "gpt_oss": Family(
         ("gpt_oss",),
@@ -158,6 +229,7 @@ FAMILY_OF_NAME = {
             r"(?:(?:.+\.)?layers|block)\.(?P<layer>\d+)\.mlp\.(?:router|gate)"
             r"\.(?P<part>weight|bias)"
         ),
+        None,
         projections={
             "gate_up_proj": "gate_up",
             "mlp1": "gate_up",
@@ -166,20 +238,24 @@ FAMILY_OF_NAME = {
         },
         formats=(MXFP4,),
         activation=_gpt_oss_swiglu,
+        make_router=_gpt_oss_router,
         intermediate="intermediate_size",
     ),
     "qwen3_moe": Family(
-        ("qwen3_moe",),
+        ("qwen3_moe", "qwen2_moe"),
         *_names("mlp", "gate_proj|up_proj|down_proj", "weight"),
         projections=_PROJ,
         formats=(FP8, _BF16),
         activation=_silu,
+        make_router=_qwen3_moe_router,
     ),
 }
 #: What `open` takes as `family`.
 FAMILIES = tuple(FAMILY_OF_NAME)
 
 EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
+#: How many shared experts; they are one matrix, so many times as wide.
+SHARED_KEYS = ("n_shared_experts", "num_shared_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
 HIDDEN_KEYS = ("routed_expert_hidden_size", "hidden_size")  # Kimi-K3's experts work on a latent
 

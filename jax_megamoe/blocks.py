@@ -1,0 +1,427 @@
+"""Whole MoE blocks of published models: router, experts and shared expert, from x to y.
+
+    checkpoint = jax_megamoe.checkpoints.open("/models/DeepSeek-V4-Flash")
+    block = jax_megamoe.blocks.MoEBlock.of(checkpoint, mesh, axis="ep", max_tokens_per_rank=4096)
+    weights = block.shard(jax_megamoe.blocks.load(checkpoint, layer=3))
+    y = jax.jit(block)(x, weights, token_ids=token_ids)
+
+One block serves all layers of a model: their weights are an operand. docs/blocks.md has the
+formulas, and for each family what is exact and what is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_megamoe import layer as layer_lib
+from jax_megamoe import reference
+from jax_megamoe.checkpoints import Checkpoint, Progress
+from jax_megamoe.config import Activation, MegaMoEConfig
+from jax_megamoe.errors import check, check_array
+from jax_megamoe.layer import MegaMoE
+from jax_megamoe.routers import Router, linear
+from jax_megamoe.weights import ExpertWeights
+
+#: Families of checkpoints whose blocks are here.
+FAMILIES = ("deepseek_v4", "deepseek_v3", "qwen3_moe")
+
+_FLOATS = ("bfloat16", "float16", "float32")
+#: What the tensors of a router are called here -> in files.
+_ROUTER_PARTS = {"weight": "weight", "bias": "bias", "e_score_correction_bias": "bias"}
+_RELOAD = "build it with jax_megamoe.blocks.load"
+
+
+@functools.partial(
+    jax.export.register_namedtuple_serialization, serialized_name="jax_megamoe.BlockWeights"
+)
+class BlockWeights(NamedTuple):
+    """What one MoE block of a model has learned: a pytree.
+
+    Attributes (E experts, H hidden, S width of the shared expert):
+      experts: FP4, sharded over the expert-parallel axis after `MoEBlock.shard`.
+      router: "weight" [E, H] bfloat16, float16 or float32, and what the model has of "bias" [E] and
+        "tid2eid" [vocabulary, K] int32 (hash layers of DeepSeek-V4).
+      shared: {} for a model without shared expert, or "gate" [S, H], "up" [S, H], "down" [H, S] of
+        the dtypes of "weight", and "token_gate" [1, H] if the model has it.
+    """
+
+    experts: ExpertWeights
+    router: dict[str, jax.Array]
+    shared: dict[str, jax.Array]
+
+
+def load(
+    checkpoint: Checkpoint,
+    layer: int,
+    *,
+    experts: Sequence[int] | None = None,
+    requantize: bool = False,
+    progress: bool | Progress = False,
+) -> BlockWeights:
+    """Reads one layer's block into host memory, for `MoEBlock.shard`.
+
+    Args:
+      checkpoint: from `checkpoints.open`.
+      layer: one of checkpoint.layers.
+      experts, requantize, progress: see `Checkpoint.experts`.
+
+    Returns:
+      `BlockWeights` of numpy arrays, experts in canonical layout.
+
+    Raises:
+      MegaMoEError: a family that is not in `FAMILIES`; see `Checkpoint.experts`, `router` and
+        `shared_expert`; a router that has a table and a bias, or a table that names experts which
+        do not exist.
+    """
+    _check_family(checkpoint)
+    tensors = checkpoint.router(layer)
+    table = tensors.pop("tid2eid", None)
+    router = {_ROUTER_PARTS[name]: array for name, array in tensors.items()}
+    if table is not None:
+        where = f"tid2eid of layer {layer} in {checkpoint.path}"
+        num_experts = router["weight"].shape[0]
+        check(
+            "bias" not in router,
+            where,
+            got="a bias as well",
+            want="a table or a bias: either experts are looked up, or they are chosen",
+            remedy="look at this layer's tensors; docs/routers.md says what the two are for",
+        )
+        check(
+            bool(np.all((table >= -1) & (table < num_experts))),
+            where,
+            got=f"numbers from {table.min()} to {table.max()}",
+            want=f"experts 0 to {num_experts - 1}, or -1",
+            remedy="config.json and the weights are of different models or revisions",
+        )
+        router["tid2eid"] = table.astype(np.int32)
+    return BlockWeights(
+        checkpoint.experts(layer, experts, requantize=requantize, progress=progress),
+        router,  # type: ignore[arg-type]  # host arrays
+        checkpoint.shared_expert(layer),  # type: ignore[arg-type]
+    )
+
+
+def shared_expert(x: jax.Array, shared: dict[str, jax.Array], activation: Activation) -> jax.Array:
+    """The dense expert that every token passes: ``down act(gate x, up x)``, in plain JAX.
+
+        act(g, u) = silu(g) * u, of min(g, L) and clip(u, -L, L) if the activation has a limit L
+        y = down act(gate x, up x), times sigmoid(token_gate x) if there is a token_gate
+
+    Args:
+      x: [T, H] bfloat16.
+      shared: see `BlockWeights`.
+      activation: what the model has between the two products.
+
+    Returns:
+      [T, H] float32. Products are those of `routers.linear`; between them the activation is FP32,
+      and its result is rounded to bfloat16.
+
+    Source: DeepSeek-V3, inference/model.py, class MoE; token_gate is that of transformers,
+    models/qwen2_moe, class Qwen2MoeSparseMoeBlock.
+    """
+    gate_up = jnp.concatenate([linear(x, shared["gate"]), linear(x, shared["up"])], axis=1)
+    acts = reference.activate(gate_up, jnp.ones(x.shape[:1], jnp.float32), activation)
+    y = linear(acts.astype(jnp.bfloat16), shared["down"])
+    if "token_gate" in shared:
+        y = y * jax.nn.sigmoid(linear(x, shared["token_gate"]))
+    return y
+
+
+class MoEBlock:
+    """A model's MoE block: router, `MegaMoE` and shared expert.
+
+        y = sum_k w_k expert[idx_k](x) + shared(x),    idx, w = router(x)
+
+    The sum over k is that of `MegaMoE`, rounded to bfloat16; the shared expert is added in FP32,
+    and y is rounded to bfloat16. Router and shared expert work on each device's own tokens, with
+    weights that every device has: there is no communication beside that of the layer.
+
+    Args:
+      config: shapes and limits of the layer.
+      router: makes topk_idx and topk_weights; its top_k has to be that of the config.
+      mesh, axis, token_axes: see `MegaMoE`.
+      shared_activation: the shared expert's activation; None takes config.activation.
+
+    Attributes:
+      layer: the `MegaMoE`, for `check_failures`. Its buffers are given up by `close`, at the end
+        of a ``with`` block, or by garbage collection.
+    """
+
+    def __init__(
+        self,
+        config: MegaMoEConfig,
+        router: Router,
+        mesh: Mesh,
+        axis: str = "ep",
+        *,
+        token_axes: tuple[str, ...] | None = None,
+        shared_activation: Activation | None = None,
+    ):
+        check(
+            isinstance(router, Router),
+            "router",
+            got=type(router).__name__,
+            want="a jax_megamoe.routers.Router",
+            remedy="the functions of jax_megamoe.routers make the routers of known models",
+        )
+        check(
+            router.top_k == config.top_k,
+            "router.top_k",
+            got=router.top_k,
+            want=f"{config.top_k}, as in the config",
+            remedy="both are the model's number of experts per token",
+        )
+        self.config, self.router = config, router
+        self.shared_activation = shared_activation or config.activation
+        self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes)
+        self._site = _Site(self.layer._site, router, self.shared_activation)
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        mesh: Mesh,
+        axis: str = "ep",
+        *,
+        max_tokens_per_rank: int,
+        token_axes: tuple[str, ...] | None = None,
+        shared_activation: Activation | None = None,
+        **config: Any,
+    ) -> MoEBlock:
+        """The block of a checkpoint's model, for all of its layers; their weights are not read.
+
+        Args:
+          checkpoint: from `checkpoints.open`.
+          mesh, axis, token_axes: see `MegaMoE`.
+          max_tokens_per_rank: see `MegaMoEConfig`.
+          shared_activation: see `MoEBlock`. DeepSeek-V4-Flash's first release did not clamp in the
+            shared expert: for that one pass ``swiglu()``.
+          config: further fields of `MegaMoEConfig`, such as activation_granularity.
+
+        Raises:
+          MegaMoEError: a family that is not in `FAMILIES`, an activation that `MegaMoE` does not
+            compute, config.json of another model, or one without an entry that is needed.
+        """
+        _check_family(checkpoint)
+        fields = {
+            **checkpoint.config(checkpoint.layers[0]),
+            "max_tokens_per_rank": max_tokens_per_rank,
+            **config,
+        }
+        return cls(
+            MegaMoEConfig(**fields),
+            checkpoint.make_router(),
+            mesh,
+            axis,
+            token_axes=token_axes,
+            shared_activation=shared_activation,
+        )
+
+    def __repr__(self) -> str:
+        return f"MoEBlock({self.router}, {self.layer})"
+
+    def close(self) -> None:
+        """Gives up the layer's buffers, see `MegaMoE.close`."""
+        self.layer.close()
+
+    def __enter__(self) -> MoEBlock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shard(self, weights: BlockWeights) -> BlockWeights:
+        """Places a block's weights: E/R experts on each rank, router and shared expert on all.
+
+        Raises:
+          MegaMoEError: shapes or dtypes that do not fit the config; see `MegaMoE.shard` too.
+        """
+        _check_weights(weights, self.config)
+        experts = self.layer.shard(weights.experts)
+        replicated = NamedSharding(self.layer.mesh, P())
+        return BlockWeights(experts, *jax.device_put(weights[1:], replicated))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weights: BlockWeights,
+        *,
+        token_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """Runs the block on global arrays; N tokens over R' = product of `token_axes` shards.
+
+        Args:
+          x: [N, H] bfloat16; N is a multiple of R', N/R' at most config.max_tokens_per_rank.
+          weights: from `shard`.
+          token_ids: [N] int32 or int64; hash layers of DeepSeek-V4 need them, others ignore them.
+          mask: [N] bool, False for padding: such rows of y are 0, whatever x holds there.
+          return_stats: also return `MoEStats`.
+
+        Returns:
+          y [N, H] bfloat16, sharded like x; or (y, MoEStats). Gradients with respect to x and to
+          floating-point arrays of weights.router and weights.shared exist.
+
+        Raises:
+          MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit, or a hash
+            layer without token_ids.
+          Others at run time, see `MegaMoE.__call__`.
+        """
+        layer = self.layer
+        shards = int(np.prod([layer.mesh.shape[name] for name in layer.token_axes]))
+        check_array(x, "x", ("N", self.config.hidden), ("bfloat16",), "cast x to bfloat16")
+        check(
+            x.shape[0] % shards == 0,
+            "x",
+            got=f"{x.shape[0]} rows",
+            want=f"a multiple of {shards} token shards",
+            remedy="add rows, and a mask that is False for them",
+        )
+        _check_weights(weights, self.config)
+        rows = x.shape[:1]
+        if token_ids is not None:
+            ints = ("int32", "int64")
+            check_array(token_ids, "token_ids", rows, ints, "one id per row of x, flattened")
+        if mask is not None:
+            check_array(mask, "mask", rows, ("bool",), "True for tokens, False for padding")
+        tokens = P(layer.token_axes)
+        specs = _specs(layer.axis, layer.token_axes)
+        operands = layer_lib.reshard_explicit(
+            layer.mesh,
+            (x, *weights, *(a if a is None else jnp.asarray(a) for a in (token_ids, mask))),
+            (tokens, *specs[1], tokens, tokens),
+        )
+        x, *parts, token_ids, mask = operands
+        call = _global_call(self._site, layer.mesh, layer.token_axes, return_stats)
+        return call(x, BlockWeights(*parts), token_ids, mask)
+
+    def local(
+        self,
+        x: jax.Array,
+        weights: BlockWeights,
+        *,
+        token_ids: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """One rank's part, for use inside `jax.shard_map` over the block's mesh.
+
+        Args, Returns, Raises: as `__call__` for this rank's rows only, weights.experts with E/R
+        experts, router and shared expert whole; see `MegaMoE.local` too.
+        """
+        y, stats = _local_call(self._site, x, weights, token_ids, mask)
+        return (y, stats) if return_stats else y
+
+
+class _Site(NamedTuple):
+    """What a call needs to know about its block; static and hashable."""
+
+    layer: layer_lib.Site
+    router: Router
+    shared_activation: Activation
+
+
+def _specs(axis: str, token_axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """PartitionSpecs of (x, weights, token_ids, mask)."""
+    tokens = P(token_axes)
+    weights: Any = BlockWeights(P(axis), P(), P())  # type: ignore[arg-type]
+    return tokens, weights, tokens, tokens
+
+
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
+def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
+    axis = site.layer.axis
+    local = functools.partial(_local_call, site)
+    specs = _specs(axis, token_axes)
+    return layer_lib.over_mesh(local, specs, axis, mesh, token_axes, return_stats)
+
+
+def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
+    """One rank's (y, `MoEStats`)."""
+    config = site.layer.config
+    check_array(x, "x", ("T", config.hidden), ("bfloat16",), "cast x to bfloat16")
+    _check_weights(weights, config)
+    router, shared = weights.router, weights.shared
+    table = router.get("tid2eid")
+    check(
+        table is None or token_ids is not None,
+        "token_ids",
+        got="None",
+        want=f"[{x.shape[0]}] int32 or int64: the experts of this layer are looked up by token",
+        remedy="pass the ids of the tokens, in the order of the rows of x",
+    )
+    topk_idx, topk_weights = site.router(
+        x,
+        router["weight"],
+        router.get("bias"),
+        tid2eid=table,
+        token_ids=None if table is None else token_ids,
+        mask=mask,
+    )
+    if mask is not None:
+        x = jnp.where(mask[:, None], x, 0)  # the shared expert makes zeros of zeros
+    y, stats = layer_lib.local_call(
+        site.layer, x, topk_idx, topk_weights, weights.experts, num_tokens=None, return_stats=True
+    )
+    if shared:
+        dense = shared_expert(x, shared, site.shared_activation)
+        y = (y.astype(jnp.float32) + dense).astype(jnp.bfloat16)
+    return y, stats
+
+
+def _check_family(checkpoint: Checkpoint) -> None:
+    check(
+        checkpoint.family in FAMILIES,
+        f"family of {checkpoint.path}",
+        got=repr(checkpoint.family),
+        want=f"one of {FAMILIES}",
+        remedy="the experts of the others load, but MegaMoE does not compute their activations",
+    )
+
+
+def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
+    """Checks everything but the experts, which the layer checks."""
+    check(
+        isinstance(weights, BlockWeights),
+        "weights",
+        got=type(weights).__name__,
+        want="a jax_megamoe.blocks.BlockWeights",
+        remedy=_RELOAD,
+    )
+    router, shared = weights.router, weights.shared
+    num_experts, hidden = config.num_experts, config.hidden
+    _check_names("weights.router", set(router), {"weight"}, {"bias", "tid2eid"})
+    check_array(
+        router["weight"], "weights.router['weight']", (num_experts, hidden), _FLOATS, _RELOAD
+    )
+    if shared:
+        _check_names("weights.shared", set(shared), {"gate", "up", "down"}, {"token_gate"})
+        width = tuple(getattr(shared["gate"], "shape", ("S",)))[:1]
+        shapes = {
+            "gate": ("S", hidden),
+            "up": (*width, hidden),
+            "down": (hidden, *width),
+            "token_gate": (1, hidden),
+        }
+        for name, array in shared.items():
+            check_array(array, f"weights.shared[{name!r}]", shapes[name], _FLOATS, _RELOAD)
+
+
+def _check_names(operand: str, names: set[str], needed: set[str], allowed: set[str]) -> None:
+    check(
+        needed <= names <= needed | allowed,
+        operand,
+        got=sorted(names),
+        want=f"{sorted(needed)}, and perhaps {sorted(allowed)}",
+        remedy=_RELOAD,
+    )

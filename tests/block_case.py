@@ -1,0 +1,173 @@
+"""Blocks of generated checkpoints, with float64 oracles that share no code with `blocks`.
+
+Three results belong to a case. `dense` rounds nothing but what the files and the loader round.
+`truth` also has the FP8 roundings of the contract: their difference is what quantised activations
+cost. `plain` is the computation in the block's own formats; its distance from `truth` comes from
+FP32 and BF16 alone, and a block is allowed twice that distance.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import checkpoint_files as files
+import jax_megamoe as jmm
+from generators import tokens
+from router_oracle import EPS, deepseek_scores, route64
+
+#: name -> (maker, family of `router_oracle.route64`, layers)
+MODELS = {
+    "V4": (files.deepseek_v4, "deepseek_v4", (0, 1)),
+    "V4.1": (functools.partial(files.deepseek_v4, nested=True), "deepseek_v4", (1,)),
+    "V4-Base": (
+        functools.partial(files.deepseek_v4, base_scales=np.float32),
+        "deepseek_v4",
+        (1,),
+    ),
+    "V3": (files.deepseek_v3, "deepseek_v3", (1,)),
+    "V3 in BF16": (functools.partial(files.deepseek_v3, scale_dtype=None), "deepseek_v3", (1,)),
+    "Kimi-K2": (functools.partial(files.deepseek_v3, model_type="kimi_k2"), "kimi_k2", (1,)),
+    "Qwen3": (files.qwen3_moe, "qwen3_moe", (1,)),
+    "Qwen3 FP8": (functools.partial(files.qwen3_moe, scale_dtype=np.float32), "qwen3_moe", (1,)),
+    "Qwen2": (functools.partial(files.qwen3_moe, model_type="qwen2_moe"), "qwen3_moe", (1,)),
+}
+CASES = [(name, layer) for name, (_, _, layers) in MODELS.items() for layer in layers]
+
+
+def rounded_experts(expected: dict[str, np.ndarray]) -> jmm.ExpertWeights:
+    """What a loader should make of a layer's experts, rounded if they are not MXFP4."""
+    if "w13" in expected:
+        return jmm.ExpertWeights(*(expected[name] for name in ("w13", "w13_sf", "w2", "w2_sf")))
+    return jmm.quantize_weights(*(expected[f"w_{role}"] for role in ("gate", "up", "down")))
+
+
+class BlockCase:
+    """A layer of one of `MODELS`, its file, and tokens whose experts no rounding can change."""
+
+    def __init__(self, rng, name, layer, path, num_tokens=32):
+        maker, self.family, _ = MODELS[name]
+        self.model, self.layer, self.rng = maker(rng, calm=True), layer, rng
+        self.path = files.write(self.model, path, num_shards=2)
+        self.checkpoint = jmm.checkpoints.open(self.path)
+        text = self.model.text_config
+        (gate,) = (
+            array
+            for tensor, array in self.model.tensors.items()
+            if tensor.endswith(f"layers.{layer}.{self._block}.gate.weight")
+        )
+        self.gate = gate.astype(np.float64)
+        self.table = self._find("gate.tid2eid")
+        self.bias = self._find("gate.bias", "gate.e_score_correction_bias")
+        self.token_ids = rng.integers(0, files.VOCAB, num_tokens)
+        self.x = self._separated(num_tokens)
+        self.shared = {
+            role: matrix.astype(ml_dtypes.bfloat16).astype(np.float64)
+            for role, matrix in self.model.shared.get(layer, {}).items()
+        }
+        self.limit = text.get("swiglu_limit")
+        self.config = jmm.MegaMoEConfig(
+            num_experts=files.EXPERTS,
+            top_k=files.TOP_K,
+            hidden=files.HIDDEN,
+            intermediate=files.INTER,
+            max_tokens_per_rank=num_tokens,
+            activation=jmm.swiglu(self.limit),
+        )
+        self.experts = rounded_experts(self.model.expected[layer])
+
+    @property
+    def _block(self):
+        return "ffn" if self.family == "deepseek_v4" else "mlp"
+
+    def _find(self, *suffixes):
+        names = [f"layers.{self.layer}.{self._block}.{suffix}" for suffix in suffixes]
+        found = [a for tensor, a in self.model.tensors.items() if tensor.endswith(tuple(names))]
+        return found[0] if found else None
+
+    def _separated(self, num_tokens):
+        """Tokens with biased scores further apart than FP32 logits can be wrong.
+
+        A sum of H products in FP32 is off by at most H EPS sum |x w|. Scores have slopes below 1,
+        those that decide about groups are sums of two, and two of them are compared.
+        """
+        x = tokens(self.rng, 4 * num_tokens, files.HIDDEN)
+        wide = x.astype(np.float64)
+        z = wide @ self.gate.T
+        scores = z if self.family == "qwen3_moe" else deepseek_scores(z, self.family)
+        scores = scores + (0 if self.bias is None else self.bias)
+        gaps = np.diff(np.sort(scores, axis=1), axis=1).min(axis=1)
+        error = files.HIDDEN * EPS * (np.abs(wide) @ np.abs(self.gate).T).max(axis=1)
+        x = x[gaps > 4 * error]
+        assert len(x) >= num_tokens
+        return x[:num_tokens]
+
+    def routes64(self):
+        """[(expert numbers, weights)] of the tokens, by the model's config.json."""
+        text = self.model.text_config
+        keywords = {"top_k": files.TOP_K, "norm": text["norm_topk_prob"]}
+        keywords |= {"scale": text.get("routed_scaling_factor", 1.0)}
+        keywords |= {"groups": (text.get("n_group", 1), text.get("topk_group", 1))}
+        bias = np.zeros(files.EXPERTS) if self.bias is None else self.bias.astype(np.float64)
+        z = self.x.astype(np.float64) @ self.gate.T
+        fixed = [None] * len(z) if self.table is None else self.table[self.token_ids]
+        return [
+            route64(self.family, row, bias, **keywords, fixed=f)
+            for row, f in zip(z, fixed, strict=True)
+        ]
+
+    def shared64(self):
+        """The shared expert in float64: numbers, not formats."""
+        if not self.shared:
+            return np.zeros(self.x.shape)
+        x = self.x.astype(np.float64)
+        y = activate64(x @ self.shared["gate"].T, x @ self.shared["up"].T, self.limit)
+        return (y @ self.shared["down"].T) * self._token_gate(x)
+
+    def _token_gate(self, x):
+        gate = self.shared.get("token_gate")
+        return 1.0 if gate is None else 1 / (1 + np.exp(-x @ gate.T))
+
+    def shared_plain(self):
+        """The shared expert in the block's formats: FP32 sums, BF16 between the products."""
+        if not self.shared:
+            return np.zeros(self.x.shape, np.float32)
+        x = self.x.astype(np.float64)
+        gate, up = ((x @ self.shared[name].T).astype(np.float32) for name in ("gate", "up"))
+        acts = activate64(gate, up, self.limit).astype(ml_dtypes.bfloat16).astype(np.float64)
+        return (acts @ self.shared["down"].T).astype(np.float32) * np.float32(self._token_gate(x))
+
+    def dense(self, topk_idx, topk_weights):
+        weights = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.experts)]
+        routing = np.asarray(topk_idx)[None], np.asarray(topk_weights)[None]
+        y = jmm.reference.dense_float64(self.x[None], *routing, *weights, self.config)
+        return y[0] + self.shared64()
+
+    def truth(self, topk_idx, topk_weights):
+        weights = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.experts)]
+        x = jmm.quantize.quantize_e4m3(jnp.asarray(self.x)[None], self.config.x_group)
+        routing = np.asarray(topk_idx)[None], np.asarray(topk_weights)[None]
+        y = jmm.reference.staged_float64(*x, *routing, *weights, self.config)
+        return y[0] + self.shared64()
+
+    def plain(self, topk_idx, topk_weights):
+        routing = jnp.asarray(topk_idx)[None], jnp.asarray(topk_weights)[None]
+        x = jnp.asarray(self.x)[None]
+        y = jmm.reference.mega_moe(x, *routing, self.experts, self.config)[0]
+        y = np.asarray(y, np.float32) + self.shared_plain()
+        return y.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    def check(self, y, topk_idx, topk_weights):
+        truth = self.truth(topk_idx, topk_weights)
+        plain = self.plain(topk_idx, topk_weights)
+        error = np.linalg.norm(np.asarray(y, np.float64) - truth)
+        assert 0 < error <= 2 * np.linalg.norm(plain - truth)
+
+
+def activate64(gate, up, limit):
+    if limit is not None:
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate / (1 + np.exp(-gate)) * up
