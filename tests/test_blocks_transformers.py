@@ -22,8 +22,9 @@ from jax_megamoe import blocks
 from moe_case import mesh_of
 from router_oracle import EPS
 
-torch = pytest.importorskip("torch", reason="needs torch, for an independent implementation")
-pytest.importorskip("transformers", reason="needs transformers, for an independent implementation")
+REASON = "an independent implementation: needs pip install 'jax-megamoe[test-models]'"
+torch = pytest.importorskip("torch", reason=REASON)
+pytest.importorskip("transformers", minversion="5.24", reason=REASON)
 
 TOKENS = 16
 
