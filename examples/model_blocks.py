@@ -4,7 +4,7 @@ For each family, a small checkpoint is written with the names, dtypes and config
 published ones. Then come the three lines that a real one takes: open, load, call. The result is
 compared with the model's formulas, written out here in NumPy around the reference for the experts.
 
-    python examples/model_blocks.py [deepseek_v4 deepseek_v3 kimi_k2 qwen3_moe]
+    python examples/model_blocks.py [deepseek_v4 deepseek_v3 kimi_k2 kimi_k3 qwen3_moe]
 """
 
 import json
@@ -33,22 +33,31 @@ def bf16(*shape):
 
 
 def mxfp4(rows, columns):
-    """{suffix: array} of a matrix in FP4: two codes a byte, a power of two for each 32 values."""
+    """A matrix in FP4: bytes with two codes each, and those of a power of two for 32 values."""
     codes = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
-    scales = rng.integers(120, 123, (rows, columns // 32), dtype=np.uint8)
+    return codes, rng.integers(120, 123, (rows, columns // 32), dtype=np.uint8)
+
+
+def mxfp4_of_deepseek(rows, columns):
+    """{suffix: array}, as in all functions that `matrices` takes."""
+    codes, scales = mxfp4(rows, columns)
     return {"weight": codes.view(np.int8), "scale": scales.view(ml_dtypes.float8_e8m0fnu)}
 
 
+def mxfp4_of_kimi(rows, columns):
+    return dict(zip(("weight_packed", "weight_scale"), mxfp4(rows, columns), strict=True))
+
+
 def fp8(rows, columns, suffix, scale_dtype):
-    """The same in FP8, with a scale for each block of 128 x 128."""
+    """A matrix in FP8, with a scale for each block of 128 x 128."""
     values = rng.standard_normal((rows, columns)).astype(ml_dtypes.float8_e4m3fn)
     scales = np.full((rows // FP8_BLOCK, columns // FP8_BLOCK), columns**-0.5, np.float32)
     return {"weight": values, suffix: scales.astype(scale_dtype)}
 
 
-def matrices(prefix, names, make):
+def matrices(prefix, names, make, hidden=HIDDEN):
     """Gate, up and down projection under `prefix`, each from `make(rows, columns)`."""
-    shapes = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+    shapes = ((INTERMEDIATE, hidden), (INTERMEDIATE, hidden), (hidden, INTERMEDIATE))
     return {
         f"{prefix}.{name}.{suffix}": array
         for name, shape in zip(names, shapes, strict=True)
@@ -67,7 +76,7 @@ def deepseek_v4():
         f"{layer}.gate.tid2eid": rng.integers(0, EXPERTS, (VOCAB, TOP_K)),
     }
     for expert in range(EXPERTS):
-        tensors |= matrices(f"{layer}.experts.{expert}", names, mxfp4)
+        tensors |= matrices(f"{layer}.experts.{expert}", names, mxfp4_of_deepseek)
     e8m0 = ml_dtypes.float8_e8m0fnu
     shared = matrices(f"{layer}.shared_experts", names, lambda *s: fp8(*s, "scale", e8m0))
     return config, tensors | shared
@@ -94,6 +103,28 @@ def kimi_k2():
     return deepseek_v3("kimi_k2", groups=1)
 
 
+def kimi_k3():
+    text = SIZES | {"model_type": "kimi_linear", "num_experts": EXPERTS, "num_shared_experts": 1}
+    text |= {"hidden_size": 2 * HIDDEN, "routed_expert_hidden_size": HIDDEN, "rms_norm_eps": 1e-5}
+    text |= {"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True}
+    text |= {"routed_scaling_factor": 1.0, "hidden_act": "situ", "activation_situ_beta": 4.0}
+    text |= {"activation_situ_linear_beta": 25.0}
+    layer = "language_model.model.layers.0.block_sparse_moe"
+    tensors = {
+        f"{layer}.gate.weight": bf16(EXPERTS, 2 * HIDDEN),
+        f"{layer}.gate.e_score_correction_bias": rng.normal(0, 0.1, EXPERTS).astype(np.float32),
+        f"{layer}.routed_expert_down_proj.weight": bf16(HIDDEN, 2 * HIDDEN),
+        f"{layer}.routed_expert_norm.weight": bf16(HIDDEN, 1)[:, 0],
+        f"{layer}.routed_expert_up_proj.weight": bf16(2 * HIDDEN, HIDDEN),
+    }
+    for expert in range(EXPERTS):
+        tensors |= matrices(f"{layer}.experts.{expert}", ("w1", "w3", "w2"), mxfp4_of_kimi)
+    names = ("gate_proj", "up_proj", "down_proj")
+    shared = f"{layer}.shared_experts"
+    tensors |= matrices(shared, names, lambda *s: {"weight": bf16(*s)}, hidden=2 * HIDDEN)
+    return {"model_type": "kimi_k3", "text_config": text}, tensors
+
+
 def qwen3_moe():
     config = SIZES | {"model_type": "qwen3_moe", "num_experts": EXPERTS, "norm_topk_prob": True}
     layer, names = "model.layers.0.mlp", ("gate_proj", "up_proj", "down_proj")
@@ -104,7 +135,7 @@ def qwen3_moe():
     return config, tensors
 
 
-FAMILIES = (deepseek_v4, deepseek_v3, kimi_k2, qwen3_moe)
+FAMILIES = (deepseek_v4, deepseek_v3, kimi_k2, kimi_k3, qwen3_moe)
 
 # The formulas -------------------------------------------------------------------------------------
 
@@ -124,30 +155,53 @@ def route(config, router, x, token_ids):
         idx, factor = router["tid2eid"][token_ids], config["routed_scaling_factor"]
     else:
         scores = 1 / (1 + np.exp(-z))
-        biased = (scores + router["bias"]).reshape(len(x), config["n_group"], -1)
+        num_groups = config.get("n_group", 1)
+        biased = (scores + router["bias"]).reshape(len(x), num_groups, -1)
         groups = best(np.sort(biased, axis=2)[:, :, -2:].sum(axis=2), config["topk_group"])
-        kept = (groups[:, :, None] == np.arange(config["n_group"])).any(axis=1)
+        kept = (groups[:, :, None] == np.arange(num_groups)).any(axis=1)
         biased = np.where(kept[:, :, None], biased, -np.inf).reshape(z.shape)
         idx, factor = best(biased, TOP_K), config["routed_scaling_factor"]
     w = np.take_along_axis(scores, idx, axis=1)
     return idx, factor * w / w.sum(axis=1, keepdims=True)
 
 
-def shared_expert(x, shared, limit):
+def activate(config, g, u):
+    if config.get("hidden_act") == "situ":
+        bounded = 4.0 * np.tanh(g / 4.0) / (1 + np.exp(-g))
+        return bounded * 25.0 * np.tanh(u / 25.0)
+    if "swiglu_limit" in config:
+        limit = config["swiglu_limit"]
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+    return g / (1 + np.exp(-g)) * u
+
+
+def shared_expert(config, x, shared):
     if not shared:
         return 0.0
     gate, up, down = (np.asarray(shared[name], np.float64) for name in ("gate", "up", "down"))
-    g, u = x @ gate.T, x @ up.T
-    if limit is not None:
-        g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
-    return (g / (1 + np.exp(-g)) * u) @ down.T
+    return activate(config, x @ gate.T, x @ up.T) @ down.T
+
+
+def routed_experts(config, x, routing, weights, layer_config):
+    """The reference for the experts; around it, in Kimi-K3, the way to a latent and back."""
+    latent = {name: np.asarray(array, np.float64) for name, array in weights.latent.items()}
+    rows = x @ latent["down"].T if latent else x
+    y = jmm.reference.mega_moe(
+        jnp.asarray(rows, jnp.bfloat16)[None], *routing, weights.experts, layer_config
+    )[0]
+    y = np.asarray(y, np.float64)
+    if latent:
+        y = y / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + config["rms_norm_eps"])
+        y = (y * latent["norm"]) @ latent["up"].T
+    return y
 
 
 def run(family, directory):
     config, tensors = family()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
-    x = jnp.asarray(rng.standard_normal((TOKENS, HIDDEN)), jnp.bfloat16)
+    config = config.get("text_config", config)
+    x = jnp.asarray(rng.standard_normal((TOKENS, config["hidden_size"])), jnp.bfloat16)
     token_ids = rng.integers(0, VOCAB, TOKENS)
 
     checkpoint = jmm.checkpoints.open(directory)
@@ -159,15 +213,15 @@ def run(family, directory):
     wide = np.asarray(x, np.float64)
     idx, w = route(config, weights.router, wide, token_ids)
     routing = jnp.asarray(idx, jnp.int32)[None], jnp.asarray(w, jnp.float32)[None]
-    experts = jmm.reference.mega_moe(x[None], *routing, weights.experts, block.config)[0]
-    limit = block.config.activation.limit
-    expected = np.asarray(experts, np.float64) + shared_expert(wide, weights.shared, limit)
+    expected = routed_experts(config, wide, routing, weights, block.config)
+    expected = expected + shared_expert(config, wide, weights.shared)
     error = jmm.reference.relative_error(y, expected)
     print(f"{family.__name__}: {block.router}")
     for rounded in checkpoint.relative_errors.values():
         print(f"  experts moved by rounding to FP4: {rounded}")
     print(f"  relative difference from the formulas {error:.1e}")
-    assert error < 2.0**-8  # y, and the shared expert between its products, are BF16: 2^-9 each
+    # Where NumPy is exact, the block has BF16: y, and the operands of two products, by 2^-9 each.
+    assert error < 3 * 2.0**-9
 
 
 jmm.use_virtual_cpu_devices(4)

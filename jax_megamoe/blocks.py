@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jax_megamoe import layer as layer_lib
 from jax_megamoe import reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
+from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
 from jax_megamoe.layer import MegaMoE
@@ -31,7 +32,7 @@ from jax_megamoe.routers import Router, linear
 from jax_megamoe.weights import ExpertWeights
 
 #: Families of checkpoints whose blocks are here.
-FAMILIES = ("deepseek_v4", "deepseek_v3", "qwen3_moe")
+FAMILIES = ("deepseek_v4", "deepseek_v3", "kimi_k3", "qwen3_moe")
 
 _FLOATS = ("bfloat16", "float16", "float32")
 #: What the tensors of a router are called here -> in files.
@@ -45,17 +46,20 @@ _RELOAD = "build it with jax_megamoe.blocks.load"
 class BlockWeights(NamedTuple):
     """What one MoE block of a model has learned: a pytree.
 
-    Attributes (E experts, H hidden, S width of the shared expert):
-      experts: FP4, sharded over the expert-parallel axis after `MoEBlock.shard`.
+    Attributes (E experts, H width of x, S width of the shared expert):
+      experts: FP4, sharded over the expert-parallel axis after `MoEBlock.shard`. They work on H
+        channels, or on the L of the latent.
       router: "weight" [E, H] bfloat16, float16 or float32, and what the model has of "bias" [E] and
         "tid2eid" [vocabulary, K] int32 (hash layers of DeepSeek-V4).
       shared: {} for a model without shared expert, or "gate" [S, H], "up" [S, H], "down" [H, S] of
         the dtypes of "weight", and "token_gate" [1, H] if the model has it.
+      latent: {}, or Kimi-K3's "down" [L, H] and "up" [H, L] around the experts, and "norm" [L].
     """
 
     experts: ExpertWeights
     router: dict[str, jax.Array]
-    shared: dict[str, jax.Array]
+    shared: dict[str, jax.Array] = {}  # noqa: RUF012  # never written to
+    latent: dict[str, jax.Array] = {}  # noqa: RUF012
 
 
 def load(
@@ -107,19 +111,19 @@ def load(
         checkpoint.experts(layer, experts, requantize=requantize, progress=progress),
         router,  # type: ignore[arg-type]  # host arrays
         checkpoint.shared_expert(layer),  # type: ignore[arg-type]
+        checkpoint.latent(layer),  # type: ignore[arg-type]
     )
 
 
 def shared_expert(x: jax.Array, shared: dict[str, jax.Array], activation: Activation) -> jax.Array:
     """The dense expert that every token passes: ``down act(gate x, up x)``, in plain JAX.
 
-        act(g, u) = silu(g) * u, of min(g, L) and clip(u, -L, L) if the activation has a limit L
         y = down act(gate x, up x), times sigmoid(token_gate x) if there is a token_gate
 
     Args:
       x: [T, H] bfloat16.
       shared: see `BlockWeights`.
-      activation: what the model has between the two products.
+      activation: act, what the model has between the two products.
 
     Returns:
       [T, H] float32. Products are those of `routers.linear`; between them the activation is FP32,
@@ -141,15 +145,22 @@ class MoEBlock:
 
         y = sum_k w_k expert[idx_k](x) + shared(x),    idx, w = router(x)
 
-    The sum over k is that of `MegaMoE`, rounded to bfloat16; the shared expert is added in FP32,
-    and y is rounded to bfloat16. Router and shared expert work on each device's own tokens, with
-    weights that every device has: there is no communication beside that of the layer.
+    or, with a latent,
+
+        y = up norm(sum_k w_k expert[idx_k](down x)) + shared(x)
+        norm(z) = z / sqrt(mean(z^2) + norm_eps) * weight
+
+    The sum over k is that of `MegaMoE`, rounded to bfloat16; down x and norm(..) are rounded to
+    bfloat16 too; the shared expert is added in FP32, and y is rounded to bfloat16. All but the
+    experts works on each device's own tokens, with weights that every device has: there is no
+    communication beside that of the layer.
 
     Args:
-      config: shapes and limits of the layer.
+      config: shapes and limits of the layer; its hidden is the latent's width if there is one.
       router: makes topk_idx and topk_weights; its top_k has to be that of the config.
       mesh, axis, token_axes: see `MegaMoE`.
       shared_activation: the shared expert's activation; None takes config.activation.
+      norm_eps: of the latent's norm.
 
     Attributes:
       layer: the `MegaMoE`, for `check_failures`. Its buffers are given up by `close`, at the end
@@ -165,6 +176,7 @@ class MoEBlock:
         *,
         token_axes: tuple[str, ...] | None = None,
         shared_activation: Activation | None = None,
+        norm_eps: float = 1e-6,
     ):
         check(
             isinstance(router, Router),
@@ -183,7 +195,7 @@ class MoEBlock:
         self.config, self.router = config, router
         self.shared_activation = shared_activation or config.activation
         self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes)
-        self._site = _Site(self.layer._site, router, self.shared_activation)
+        self._site = _Site(self.layer._site, router, self.shared_activation, float(norm_eps))
 
     @classmethod
     def of(
@@ -217,6 +229,9 @@ class MoEBlock:
             "max_tokens_per_rank": max_tokens_per_rank,
             **config,
         }
+        options: dict[str, Any] = {}
+        if checkpoint.family == "kimi_k3":
+            options["norm_eps"] = entry(checkpoint.model_config, "rms_norm_eps")
         return cls(
             MegaMoEConfig(**fields),
             checkpoint.make_router(),
@@ -224,6 +239,7 @@ class MoEBlock:
             axis,
             token_axes=token_axes,
             shared_activation=shared_activation,
+            **options,
         )
 
     def __repr__(self) -> str:
@@ -279,7 +295,8 @@ class MoEBlock:
         """
         layer = self.layer
         shards = int(np.prod([layer.mesh.shape[name] for name in layer.token_axes]))
-        check_array(x, "x", ("N", self.config.hidden), ("bfloat16",), "cast x to bfloat16")
+        _check_weights(weights, self.config)
+        check_array(x, "x", ("N", _width(weights)), ("bfloat16",), "cast x to bfloat16")
         check(
             x.shape[0] % shards == 0,
             "x",
@@ -287,7 +304,6 @@ class MoEBlock:
             want=f"a multiple of {shards} token shards",
             remedy="add rows, and a mask that is False for them",
         )
-        _check_weights(weights, self.config)
         rows = x.shape[:1]
         if token_ids is not None:
             ints = ("int32", "int64")
@@ -329,12 +345,13 @@ class _Site(NamedTuple):
     layer: layer_lib.Site
     router: Router
     shared_activation: Activation
+    norm_eps: float
 
 
 def _specs(axis: str, token_axes: tuple[str, ...]) -> tuple[Any, ...]:
     """PartitionSpecs of (x, weights, token_ids, mask)."""
     tokens = P(token_axes)
-    weights: Any = BlockWeights(P(axis), P(), P())  # type: ignore[arg-type]
+    weights: Any = BlockWeights(P(axis), P(), P(), P())  # type: ignore[arg-type]
     return tokens, weights, tokens, tokens
 
 
@@ -348,10 +365,9 @@ def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_st
 
 def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     """One rank's (y, `MoEStats`)."""
-    config = site.layer.config
-    check_array(x, "x", ("T", config.hidden), ("bfloat16",), "cast x to bfloat16")
-    _check_weights(weights, config)
-    router, shared = weights.router, weights.shared
+    _check_weights(weights, site.layer.config)
+    check_array(x, "x", ("T", _width(weights)), ("bfloat16",), "cast x to bfloat16")
+    router, shared, latent = weights.router, weights.shared, weights.latent
     table = router.get("tid2eid")
     check(
         table is None or token_ids is not None,
@@ -370,13 +386,25 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     )
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)  # the shared expert makes zeros of zeros
+    rows = linear(x, latent["down"]).astype(jnp.bfloat16) if latent else x
     y, stats = layer_lib.local_call(
-        site.layer, x, topk_idx, topk_weights, weights.experts, num_tokens=None, return_stats=True
+        site.layer,
+        rows,
+        topk_idx,
+        topk_weights,
+        weights.experts,
+        num_tokens=None,
+        return_stats=True,
     )
+    if "norm" in latent:
+        z = y.astype(jnp.float32)
+        z = z * jax.lax.rsqrt(jnp.mean(z * z, axis=1, keepdims=True) + site.norm_eps)
+        y = (z * latent["norm"].astype(jnp.float32)).astype(jnp.bfloat16)
+    if latent:
+        y = linear(y, latent["up"])
     if shared:
-        dense = shared_expert(x, shared, site.shared_activation)
-        y = (y.astype(jnp.float32) + dense).astype(jnp.bfloat16)
-    return y, stats
+        y = y.astype(jnp.float32) + shared_expert(x, shared, site.shared_activation)
+    return y.astype(jnp.bfloat16), stats
 
 
 def _check_family(checkpoint: Checkpoint) -> None:
@@ -385,7 +413,7 @@ def _check_family(checkpoint: Checkpoint) -> None:
         f"family of {checkpoint.path}",
         got=repr(checkpoint.family),
         want=f"one of {FAMILIES}",
-        remedy="the experts of the others load, but MegaMoE does not compute their activations",
+        remedy="the experts of gpt-oss load, but MegaMoE has no biases",
     )
 
 
@@ -398,8 +426,15 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
         want="a jax_megamoe.blocks.BlockWeights",
         remedy=_RELOAD,
     )
-    router, shared = weights.router, weights.shared
+    router, shared, latent = weights.router, weights.shared, weights.latent
     num_experts, hidden = config.num_experts, config.hidden
+    if latent:
+        _check_names("weights.latent", set(latent), {"down", "up"}, {"norm"})
+        check_array(latent["down"], "weights.latent['down']", (hidden, "H"), _FLOATS, _RELOAD)
+        hidden = _width(weights)
+        check_array(latent["up"], "weights.latent['up']", (hidden, config.hidden), _FLOATS, _RELOAD)
+    if "norm" in latent:
+        check_array(latent["norm"], "weights.latent['norm']", (config.hidden,), _FLOATS, _RELOAD)
     _check_names("weights.router", set(router), {"weight"}, {"bias", "tid2eid"})
     check_array(
         router["weight"], "weights.router['weight']", (num_experts, hidden), _FLOATS, _RELOAD
@@ -415,6 +450,11 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
         }
         for name, array in shared.items():
             check_array(array, f"weights.shared[{name!r}]", shapes[name], _FLOATS, _RELOAD)
+
+
+def _width(weights: BlockWeights) -> int:
+    """Channels of x."""
+    return (weights.latent.get("down", weights.router["weight"])).shape[1]
 
 
 def _check_names(operand: str, names: set[str], needed: set[str], allowed: set[str]) -> None:

@@ -298,9 +298,10 @@ def deepseek_v3(rng, model_type="deepseek_v3", scale_dtype=np.float32, *, calm=F
 
 
 def kimi_k3(rng, *, calm=False) -> Model:
+    wide = 2 * HIDDEN
     text = {
         "model_type": "kimi_linear",
-        "hidden_size": 2 * HIDDEN,
+        "hidden_size": wide,
         "routed_expert_hidden_size": HIDDEN,  # the experts work on a latent
         "moe_intermediate_size": INTER,
         "num_hidden_layers": 2,
@@ -312,6 +313,8 @@ def kimi_k3(rng, *, calm=False) -> Model:
         "moe_router_activation_func": "sigmoid",
         "moe_renormalize": True,
         "routed_scaling_factor": 1.0,
+        "latent_moe_use_norm": True,
+        "rms_norm_eps": 1e-5,
         "hidden_act": "situ",
         "activation_situ_beta": 4.0,
         "activation_situ_linear_beta": 25.0,
@@ -319,12 +322,14 @@ def kimi_k3(rng, *, calm=False) -> Model:
     }
     prefix = "language_model.model.layers.1.block_sparse_moe"
     tensors = {
-        f"{prefix}.gate.weight": bf16(rng, EXPERTS, 2 * HIDDEN, fan_in=2 * HIDDEN),
+        f"{prefix}.gate.weight": bf16(rng, EXPERTS, wide, fan_in=wide),
         f"{prefix}.gate.e_score_correction_bias": selection_bias(rng, calm),
-        f"{prefix}.routed_expert_down_proj.weight": bf16(rng, HIDDEN, 2 * HIDDEN),
+        f"{prefix}.routed_expert_down_proj.weight": bf16(rng, HIDDEN, wide, fan_in=wide),
+        f"{prefix}.routed_expert_norm.weight": bf16(rng, HIDDEN),
+        f"{prefix}.routed_expert_up_proj.weight": bf16(rng, wide, HIDDEN, fan_in=HIDDEN),
     }
     shared = f"{prefix}.shared_experts", _PROJ, "", None
-    expected_shared = _add_shared(rng, tensors, *shared, hidden=2 * HIDDEN, width=2 * INTER)
+    expected_shared = _add_shared(rng, tensors, *shared, hidden=wide, width=2 * INTER)
     suffixes, dtypes = ("weight_packed", "weight_scale"), (np.uint8, np.uint8)
     weights = _add_mxfp4(rng, tensors, prefix, _W123, suffixes, dtypes, calm)
     config = {"model_type": "kimi_k3", "text_config": text}

@@ -61,7 +61,7 @@ def routed(case, block, weights):
         token_ids=None if table is None else jnp.asarray(case.token_ids, jnp.int32),
     )
     # Logits are sums of H products of order one, with weights that lie within a few powers of two.
-    assert_routes((idx, w), case.routes64(), 64 * HIDDEN)
+    assert_routes((idx, w), case.routes64(), 64 * case.x.shape[1])
     return idx, w
 
 
@@ -73,7 +73,7 @@ def test_block(name, layer, cases):
     case = cases(name, layer)
     loaded = blocks.load(case.checkpoint, layer, **LOADED)
     with open_block(case) as block:
-        assert block.config.activation == jmm.swiglu(case.limit)
+        assert block.config.activation == case.config.activation
         y, stats = jax.jit(block, static_argnames="return_stats")(
             case.x, block.shard(loaded), token_ids=case.token_ids, return_stats=True
         )
@@ -92,8 +92,9 @@ def test_the_rule_notices_what_is_missing(cases):
         idx, w = routed(case, block, weights)
         swapped = dict(good.shared, gate=good.shared["up"], up=good.shared["gate"])
         for bad in (good._replace(shared={}), good._replace(shared=swapped)):
+            y = block(case.x, bad)
             with pytest.raises(AssertionError):
-                case.check(block(case.x, bad), idx, w)
+                case.check(y, idx, w)
     with open_block(case, shared_activation=jmm.swiglu()) as block:
         y = block(case.x, good)
         with pytest.raises(AssertionError):
@@ -103,6 +104,19 @@ def test_the_rule_notices_what_is_missing(cases):
         # One rounding of y to BF16 on either side, and one of the routed part.
         moved = np.asarray(y, np.float64) + np.asarray(clamped - unclamped, np.float64)
         case.check(moved, idx, w)
+
+
+def test_the_rule_notices_a_latent_without_its_norm(cases):
+    case = cases("Kimi-K3", 1)
+    loaded = blocks.load(case.checkpoint, 1)
+    with open_block(case) as block:
+        idx, w = routed(case, block, loaded)
+        latent = {"down": loaded.latent["down"], "up": loaded.latent["up"]}
+        y = block(case.x, block.shard(loaded._replace(latent=latent)))
+        with pytest.raises(AssertionError):
+            case.check(y, idx, w)
+    eps = case.model.text_config["rms_norm_eps"]
+    assert block._site.norm_eps == eps != 1e-6
 
 
 def test_the_mesh_does_not_matter(cases):
@@ -141,7 +155,7 @@ def test_inside_shard_map_with_other_code(check_vma, cases):
             assert stats.received_rows.shape == (1,)
             return x + y
 
-        specs = (tokens, blocks.BlockWeights(P("ep"), P(), P()), tokens)
+        specs = (tokens, blocks.BlockWeights(P("ep"), P(), P(), P()), tokens)
         model = jax.shard_map(
             residual, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=check_vma
         )
@@ -165,7 +179,7 @@ def test_layers_of_a_model_share_a_block(cases):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-@pytest.mark.parametrize("name, layer", [("V4", 0), ("V3", 1), ("Qwen2", 1)])
+@pytest.mark.parametrize("name, layer", [("V4", 0), ("Kimi-K3", 1), ("Qwen2", 1)])
 def test_padding_is_zero_and_reaches_nothing(name, layer, cases):
     case = cases(name, layer)
     mask = case.rng.random(TOKENS) < 0.6
@@ -175,22 +189,20 @@ def test_padding_is_zero_and_reaches_nothing(name, layer, cases):
         weights = block.shard(blocks.load(case.checkpoint, layer, **LOADED))
         want = np.asarray(block(case.x, weights, token_ids=case.token_ids))
 
-        def loss(x, router, shared):
-            y = block(x, weights._replace(router=router, shared=shared), token_ids=ids, mask=mask)
+        def loss(x, w_gate, shared, latent):
+            router = weights.router | {"weight": w_gate}
+            changed = weights._replace(router=router, shared=shared, latent=latent)
+            y = block(x, changed, token_ids=ids, mask=mask)
             return jnp.sum(y.astype(jnp.float32) ** 2), y
 
-        trained = {name: a for name, a in weights.router.items() if name != "tid2eid"}
-
-        def step(x, trained, shared):
-            return loss(x, weights.router | trained, shared)
-
-        gradient = jax.jit(jax.grad(step, argnums=(0, 1, 2), has_aux=True))
-        (dx, *others), y = gradient(x, trained, weights.shared)
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+        floats = weights.router["weight"], weights.shared, weights.latent
+        (dx, *others), y = gradient(x, *floats)
     np.testing.assert_array_equal(np.asarray(y)[mask], want[mask])
     assert not np.asarray(y)[~mask].any()
     assert not np.asarray(dx)[~mask].any() and np.asarray(dx)[mask].any()
     for leaf in jax.tree.leaves(others):
-        assert np.isfinite(np.asarray(leaf, np.float32)).all()
+        assert np.isfinite(np.asarray(leaf, np.float32)).all() and np.asarray(leaf).any()
 
 
 def test_gradients_of_the_shared_expert_are_summed_over_devices(cases):
@@ -273,6 +285,9 @@ def test_load(name, layer, cases):
     if case.table is not None:
         assert weights.router["tid2eid"].dtype == np.int32
         np.testing.assert_array_equal(weights.router["tid2eid"], case.table)
+    assert set(weights.latent) == set(case.latent)
+    for role, matrix in weights.latent.items():
+        np.testing.assert_array_equal(matrix.astype(np.float64), case.latent[role])
     assert set(weights.shared) == set(case.shared)
     for role, matrix in weights.shared.items():
         assert matrix.dtype == ml_dtypes.bfloat16
@@ -292,6 +307,7 @@ def test_a_part_of_the_experts(cases):
         ("V4", 1, routers.deepseek_v4(top_k=TOP_K, routed_scaling_factor=1.5)),
         ("V3", 1, routers.deepseek_v3(top_k=TOP_K, n_group=2, topk_group=1)),
         ("Kimi-K2", 1, routers.kimi_k2(top_k=TOP_K, routed_scaling_factor=2.5)),
+        ("Kimi-K3", 1, routers.kimi_k3(top_k=TOP_K)),
         ("Qwen3", 1, routers.qwen3_moe(top_k=TOP_K)),
         ("Qwen2", 1, routers.qwen3_moe(top_k=TOP_K, norm_topk_prob=False)),
     ],
@@ -300,11 +316,9 @@ def test_make_router(name, layer, want, cases):
     assert cases(name, layer).checkpoint.make_router() == want
 
 
-def test_routers_of_the_other_families(rng, tmp_path):
-    k3 = jmm.checkpoints.open(files.write(files.kimi_k3(rng), tmp_path / "k3"))
-    assert k3.make_router() == routers.kimi_k3(top_k=TOP_K)
-    gpt_oss = jmm.checkpoints.open(files.write(files.gpt_oss(rng), tmp_path / "gpt_oss"))
-    assert gpt_oss.make_router() == routers.gpt_oss(top_k=TOP_K)
+def test_router_of_gpt_oss(rng, tmp_path):
+    checkpoint = jmm.checkpoints.open(files.write(files.gpt_oss(rng), tmp_path))
+    assert checkpoint.make_router() == routers.gpt_oss(top_k=TOP_K)
 
 
 def changed(maker, tmp_path, **entries):
@@ -338,14 +352,19 @@ def test_a_config_that_describes_another_router(maker, entries, message, tmp_pat
         changed(maker, tmp_path, **entries).make_router()
 
 
-@pytest.mark.parametrize("maker", [files.gpt_oss, files.kimi_k3])
-def test_families_without_a_block(maker, tmp_path):
-    checkpoint = changed(maker, tmp_path)
-    message = r"family of .*got '(gpt_oss|kimi_k3)'; expected one of \('deepseek_v4', "
+def test_a_family_without_a_block(tmp_path):
+    checkpoint = changed(files.gpt_oss, tmp_path)
+    message = r"family of .*got 'gpt_oss'; expected one of \('deepseek_v4', "
     with pytest.raises(MegaMoEError, match=message):
         blocks.MoEBlock.of(checkpoint, data_ep(), max_tokens_per_rank=8)
     with pytest.raises(MegaMoEError, match=message):
         blocks.load(checkpoint, 1)
+
+
+def test_kimi_k3_says_how_its_norm_is_regularised(tmp_path):
+    checkpoint = changed(files.kimi_k3, tmp_path, rms_norm_eps=None)
+    with pytest.raises(MegaMoEError, match="rms_norm_eps: got no such entry"):
+        blocks.MoEBlock.of(checkpoint, data_ep(), max_tokens_per_rank=8)
 
 
 def test_tables_that_cannot_be(tmp_path, rng):
@@ -444,6 +463,41 @@ def test_mistakes(name, placed):
     x, weights, *ids = change(case.x, weights)
     with pytest.raises(MegaMoEError, match=message):
         block(x, weights, token_ids=ids[0] if ids else case.token_ids)
+
+
+LATENT_MISTAKES = {
+    "x of the latent's width": (lambda x, w: (x[:, :HIDDEN], w), r"x: got .*\[32, 192\]; .*384\]"),
+    "no up": (
+        lambda x, w: (x, w._replace(latent=without(w.latent, "up"))),
+        r"weights.latent: got \['down', 'norm'\]",
+    ),
+    "down that does not lead to the experts": (
+        lambda x, w: (x, w._replace(latent=w.latent | {"down": jnp.zeros((64, 384))})),
+        r"weights.latent\['down'\]: got float32\[64, 384\]; .*\[192, H\]",
+    ),
+    "up that does not lead back": (
+        lambda x, w: (x, w._replace(latent=w.latent | {"up": jnp.zeros((192, 192))})),
+        r"weights.latent\['up'\]: got float32\[192, 192\]; .*\[384, 192\]",
+    ),
+    "a norm of the block's width": (
+        lambda x, w: (x, w._replace(latent=w.latent | {"norm": jnp.ones(384)})),
+        r"weights.latent\['norm'\]: got float32\[384\]; .*\[192\]",
+    ),
+    "no latent": (
+        lambda x, w: (x, w._replace(latent={})),
+        r"weights.router\['weight'\]: got bfloat16\[4, 384\]; .*\[4, 192\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_MISTAKES)
+def test_mistakes_with_a_latent(name, cases):
+    case = cases("Kimi-K3", 1)
+    change, message = LATENT_MISTAKES[name]
+    with open_block(case, mesh_of((2,), ("ep",))) as block:
+        x, weights = change(case.x, blocks.load(case.checkpoint, 1))
+        with pytest.raises(MegaMoEError, match=message):
+            block(x, weights)
 
 
 def test_a_mask_of_numbers(placed):

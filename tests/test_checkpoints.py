@@ -115,11 +115,13 @@ def test_config_makes_a_layer(name, rng, tmp_path):
     model = make(name, rng)
     checkpoint = checkpoints.open(files.write(model, tmp_path))
     layer = model.layers[-1]
-    swiglu = jmm.swiglu(limit=10.0) if "V4" in name else jmm.swiglu()
-    if checkpoint.family in ("kimi_k3", "gpt_oss"):
+    activation = jmm.swiglu(limit=10.0) if "V4" in name else jmm.swiglu()
+    if checkpoint.family == "kimi_k3":
+        activation = jmm.situ()
+    if checkpoint.family == "gpt_oss":
         with pytest.raises(MegaMoEError, match="MegaMoE would compute something else"):
             checkpoint.config(layer)
-        fields = checkpoint.config(layer, activation=swiglu)
+        fields = checkpoint.config(layer, activation=activation)
     else:
         fields = checkpoint.config(layer)
     assert jmm.MegaMoEConfig(**fields, max_tokens_per_rank=8) == jmm.MegaMoEConfig(
@@ -128,7 +130,7 @@ def test_config_makes_a_layer(name, rng, tmp_path):
         hidden=HIDDEN,
         intermediate=INTER,
         max_tokens_per_rank=8,
-        activation=swiglu,
+        activation=activation,
     )
     assert checkpoint.config(layer, activation=jmm.swiglu(3.0))["activation"].limit == 3.0
 
@@ -147,13 +149,22 @@ def test_activation(name, activation, rng, tmp_path):
     assert checkpoint.activation == activation
 
 
-def test_an_activation_by_another_name_is_no_swiglu(rng, tmp_path):
-    model = make("Qwen3", rng)
-    model.config["hidden_act"] = "gelu"
+@pytest.mark.parametrize("name", ["Qwen3", "Kimi-K3"])
+def test_an_activation_by_another_name_is_refused(name, rng, tmp_path):
+    model = make(name, rng)
+    model.text_config["hidden_act"] = "gelu"
     checkpoint = checkpoints.open(files.write(model, tmp_path))
     assert checkpoint.activation == {"kind": "gelu"}
     with pytest.raises(MegaMoEError, match=r"got \{'kind': 'gelu'\}"):
-        checkpoint.config(0)
+        checkpoint.config(1)
+
+
+def test_situ_without_a_bound_is_refused(rng, tmp_path):
+    model = make("Kimi-K3", rng)
+    model.text_config["activation_situ_linear_beta"] = None
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    with pytest.raises(MegaMoEError, match=r"activation.linear_beta: got None; expected a pos"):
+        checkpoint.config(1)
 
 
 def test_loaded_weights_run(rng, tmp_path):
@@ -500,6 +511,56 @@ def test_mistakes_in_shared_experts(name, rng, tmp_path):
     checkpoint = checkpoints.open(files.write(model, tmp_path))
     with pytest.raises(MegaMoEError, match=message):
         checkpoint.shared_expert(1)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_latents(name, rng, tmp_path):
+    model = make(name, rng)
+    checkpoint = checkpoints.open(files.write(model, tmp_path, 2))
+    latent = checkpoint.latent(model.layers[-1])
+    assert set(latent) == (set() if name != "Kimi-K3" else {"down", "norm", "up"})
+    for role, array in latent.items():
+        (stored,) = (a for t, a in model.tensors.items() if f"routed_expert_{role}" in t)
+        assert array.dtype == stored.dtype
+        np.testing.assert_array_equal(array, stored)
+
+
+LATENT_MISTAKES = {
+    "no norm": (
+        lambda model: replaced(model, "routed_expert_norm.weight", lambda a: None),
+        r"latent of layer 1: got down and up; expected down and norm and up",
+    ),
+    "a norm that config.json does not know": (
+        lambda model: set_config(model, latent_moe_use_norm=False),
+        r"latent of layer 1: got down and norm and up; expected down and up",
+    ),
+    "up of another width": (
+        lambda model: replaced(model, "routed_expert_up_proj.weight", lambda a: a[:7].copy()),
+        r"routed_expert_up_proj.weight: got BF16\[7, 192\]; expected BF16 \[384, 192\]",
+    ),
+    "an infinity": (
+        lambda model: replaced(model, "routed_expert_down_proj.weight", with_infinity),
+        r"routed_expert_down_proj.weight: got a NaN or an infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATENT_MISTAKES)
+def test_mistakes_in_latents(name, rng, tmp_path):
+    change, message = LATENT_MISTAKES[name]
+    model = files.kimi_k3(rng)
+    change(model)
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoint.latent(1)
+
+
+def test_a_latent_without_norm(rng, tmp_path):
+    model = files.kimi_k3(rng)
+    set_config(model, latent_moe_use_norm=False)
+    replaced(model, "routed_expert_norm.weight", lambda a: None)
+    latent = checkpoints.open(files.write(model, tmp_path)).latent(1)
+    assert set(latent) == {"down", "up"}
 
 
 def test_a_nan_scale_of_a_shared_expert(rng, tmp_path):

@@ -1,4 +1,4 @@
-"""`Checkpoint`: experts, router and shared expert of a layer, out of a directory."""
+"""`Checkpoint`: experts, router, shared expert and latent of a layer, out of a directory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jax_megamoe.checkpoints.families import (
     spell_dtypes,
 )
 from jax_megamoe.checkpoints.files import AGAIN, DTYPES, Shard, Tensor, load_json, tensor_files
-from jax_megamoe.config import SF_GROUP, Activation, swiglu
+from jax_megamoe.config import ACTIVATIONS, SF_GROUP, Activation
 from jax_megamoe.errors import check
 from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
@@ -117,6 +117,7 @@ class Checkpoint:
         self._routers: dict[int, dict[str, str]] = {}
         # layer -> ("gate", "values") -> name.
         self._shared: dict[int, dict[tuple[str, str], str]] = {}
+        self._latents: dict[int, dict[str, str]] = {}
         self._scan()
         self.layers: tuple[int, ...] = tuple(sorted(self._experts))
         self.tensor_names: tuple[str, ...] = tuple(self._files)
@@ -142,8 +143,8 @@ class Checkpoint:
     def activation(self) -> dict[str, Any]:
         """The experts' activation: "kind" and its parameters, see docs/checkpoints.md.
 
-        "swiglu" with "limit" is what `MegaMoE` computes. Others are "gpt_oss_swiglu" with "limit"
-        and "alpha", "situ" with "beta" and "linear_beta", or config.json's own word.
+        "swiglu" with "limit", "gpt_oss_swiglu" with "limit" and "alpha", "situ" with "beta" and
+        "linear_beta": the fields of an `Activation`. Or config.json's own word, which is none.
         """
         return self._family.activation(self.model_config)
 
@@ -164,14 +165,14 @@ class Checkpoint:
         if activation is None:
             own = self.activation
             check(
-                own["kind"] == "swiglu",
+                own["kind"] in ACTIVATIONS and self.family != "gpt_oss",
                 f"activation of {self.path}",
                 got=own,
-                want="swiglu, with or without limit",
+                want=f"one of {tuple(ACTIVATIONS)}, and no biases",
                 remedy="MegaMoE would compute something else than the model does; for the shapes "
                 "alone, pass activation=jax_megamoe.swiglu()",
             )
-            activation = swiglu(own["limit"])
+            activation = Activation(**own)
         for expert in range(self._num_experts):
             wanted = [names[key] for key in self._keys(expert) if key in names]
             if all((self.path / self._files[name]).is_file() for name in wanted):
@@ -353,9 +354,35 @@ class Checkpoint:
             " and ".join(shapes),
         )
         return {
-            role: self._shared_matrix(names[role, "values"], names.get((role, "scales")), shape)
+            role: self._dense_matrix(names[role, "values"], names.get((role, "scales")), shape)
             for role, shape in shapes.items()
         }
+
+    def latent(self, layer: int) -> dict[str, np.ndarray]:
+        """What stands around Kimi-K3's experts: "down" [L, H], "norm" [L] and "up" [H, L].
+
+        H is hidden_size, L routed_expert_hidden_size, the width that the experts work on. A model
+        with `latent_moe_use_norm` False has no "norm". Empty for the other families.
+
+        Raises:
+          MegaMoEError: a tensor that is missing or has another dtype or shape than config.json
+            says, or values that are not finite.
+        """
+        self._layer(layer)
+        if self._family.latent is None:
+            return {}
+        hidden, width = self._size("hidden_size"), self._hidden
+        shapes: dict[str, tuple[int, ...]] = {"down": (width, hidden), "up": (hidden, width)}
+        if self.model_config.get("latent_moe_use_norm", True):
+            shapes["norm"] = (width,)
+        names = self._latents.get(layer, {})
+        self._require(
+            set(names) == set(shapes),
+            f"latent of layer {layer}",
+            " and ".join(sorted(names)) or "no tensors",
+            " and ".join(sorted(shapes)),
+        )
+        return {role: self._dense_matrix(names[role], None, shapes[role]) for role in shapes}
 
     def _shared_width(self, there: bool) -> int:
         """Width of all shared experts together; 0 if config.json says that there are none."""
@@ -366,7 +393,8 @@ class Checkpoint:
         count = entry(self.model_config, *SHARED_KEYS)
         return self._size(*SHARED_KEYS) * self._intermediate if count else 0
 
-    def _shared_matrix(self, values: str, scales: str | None, shape: tuple[int, int]) -> np.ndarray:
+    def _dense_matrix(self, values: str, scales: str | None, shape: tuple[int, ...]) -> np.ndarray:
+        """A matrix that is no expert's: FP8 in BF16, others as stored."""
         stored = self._format(values, scales, SHARED_FORMATS)
         self._check_tensor(values, (stored.values,), shape)
         matrix, scale = self.tensor(values), None
@@ -408,6 +436,9 @@ class Checkpoint:
             elif self._family.shared and (match := self._family.shared.fullmatch(name)):
                 slots = self._shared.setdefault(int(match["layer"]), {})
                 key = (SHARED_PROJECTIONS[match["projection"]], PARTS[match["part"]])
+            elif self._family.latent and (match := self._family.latent.fullmatch(name)):
+                slots = self._latents.setdefault(int(match["layer"]), {})
+                key = match["role"]
             elif match := self._family.experts.fullmatch(name):
                 slots = self._experts.setdefault(int(match["layer"]), {})
                 expert = -1 if self._family.stacked else int(match["expert"])

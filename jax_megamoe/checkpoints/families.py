@@ -61,6 +61,9 @@ def _clamped_silu(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _situ(model: dict[str, Any]) -> dict[str, Any]:
+    act = model.get("hidden_act", "situ")
+    if act != "situ":
+        return {"kind": act}
     return {
         "kind": "situ",
         "beta": entry(model, "activation_situ_beta"),
@@ -141,6 +144,7 @@ class Family:
     activation: config.json -> what `Checkpoint.activation` is.
     make_router: config.json -> its router.
     intermediate: key of the width of an expert in config.json.
+    latent: matches a tensor between the block's width and the experts', with groups layer and role.
     """
 
     model_types: tuple[str, ...]
@@ -152,6 +156,7 @@ class Family:
     activation: Callable[[dict[str, Any]], dict[str, Any]]
     make_router: Callable[[dict[str, Any]], routers.Router]
     intermediate: str = "moe_intermediate_size"
+    latent: re.Pattern[str] | None = None
 
     @property
     def stacked(self) -> bool:
@@ -217,6 +222,10 @@ FAMILY_OF_NAME = {
         formats=(MXFP4,),
         activation=_situ,
         make_router=_kimi_k3_router,
+        latent=re.compile(
+            r"(?:.+\.)?layers\.(?P<layer>\d+)\.block_sparse_moe\."
+            r"routed_expert_(?P<role>down|norm|up)(?:_proj)?\.weight"
+        ),
     ),
     "gpt_oss": Family(
         ("gpt_oss",),
