@@ -4,7 +4,7 @@ For each family, a small checkpoint is written with the names, dtypes and config
 published ones. Then come the three lines that a real one takes: open, load, call. The result is
 compared with the model's formulas, written out here in NumPy around the reference for the experts.
 
-    python examples/model_blocks.py [deepseek_v4 deepseek_v3 kimi_k2 kimi_k3 qwen3_moe]
+    python examples/model_blocks.py [deepseek_v4 deepseek_v3 kimi_k2 kimi_k3 gpt_oss qwen3_moe]
 """
 
 import json
@@ -125,6 +125,26 @@ def kimi_k3():
     return {"model_type": "kimi_k3", "text_config": text}, tensors
 
 
+def gpt_oss():
+    """Its experts are stacked, rows of gate and up alternate, and bytes are grouped by scale."""
+    config = SIZES | {"model_type": "gpt_oss", "num_local_experts": EXPERTS, "swiglu_limit": 7.0}
+    config["intermediate_size"] = INTERMEDIATE
+    layer = "model.layers.0.mlp"
+    tensors = {
+        f"{layer}.router.weight": bf16(EXPERTS, HIDDEN),
+        f"{layer}.router.bias": bf16(EXPERTS),
+    }
+    shapes = {"gate_up_proj": (2 * INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
+    for name, (rows, columns) in shapes.items():
+        codes, scales = mxfp4(EXPERTS * rows, columns)
+        scales = scales.reshape(EXPERTS, rows, -1)
+        experts = f"{layer}.experts.{name}"
+        tensors[f"{experts}_blocks"] = codes.reshape(*scales.shape, 16)
+        tensors[f"{experts}_scales"] = scales
+        tensors[f"{experts}_bias"] = bf16(EXPERTS, rows)
+    return config, tensors
+
+
 def qwen3_moe():
     config = SIZES | {"model_type": "qwen3_moe", "num_experts": EXPERTS, "norm_topk_prob": True}
     layer, names = "model.layers.0.mlp", ("gate_proj", "up_proj", "down_proj")
@@ -135,7 +155,9 @@ def qwen3_moe():
     return config, tensors
 
 
-FAMILIES = (deepseek_v4, deepseek_v3, kimi_k2, kimi_k3, qwen3_moe)
+FAMILIES = {
+    make.__name__: make for make in (deepseek_v4, deepseek_v3, kimi_k2, kimi_k3, gpt_oss, qwen3_moe)
+}
 
 # The formulas -------------------------------------------------------------------------------------
 
@@ -150,6 +172,9 @@ def route(config, router, x, token_ids):
     if config["model_type"] == "qwen3_moe":
         scores = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
         idx, factor = best(scores, TOP_K), 1.0
+    elif config["model_type"] == "gpt_oss":
+        z = z + np.asarray(router["bias"], np.float64)
+        idx, scores, factor = best(z, TOP_K), np.exp(z), 1.0
     elif config["model_type"] == "deepseek_v4":
         scores = np.sqrt(np.log1p(np.exp(z)))
         idx, factor = router["tid2eid"][token_ids], config["routed_scaling_factor"]
@@ -197,7 +222,7 @@ def routed_experts(config, x, routing, weights, layer_config):
 
 
 def run(family, directory):
-    config, tensors = family()
+    config, tensors = FAMILIES[family]()
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors")
     config = config.get("text_config", config)
@@ -216,7 +241,7 @@ def run(family, directory):
     expected = routed_experts(config, wide, routing, weights, block.config)
     expected = expected + shared_expert(config, wide, weights.shared)
     error = jmm.reference.relative_error(y, expected)
-    print(f"{family.__name__}: {block.router}")
+    print(f"{family}: {block.router}")
     for rounded in checkpoint.relative_errors.values():
         print(f"  experts moved by rounding to FP4: {rounded}")
     print(f"  relative difference from the formulas {error:.1e}")
@@ -226,8 +251,6 @@ def run(family, directory):
 
 jmm.use_virtual_cpu_devices(4)
 mesh = jax.make_mesh((2, 2), ("data", "ep"))  # two expert-parallel groups of two ranks
-names = sys.argv[1:] or [family.__name__ for family in FAMILIES]
-for family in FAMILIES:
-    if family.__name__ in names:
-        with tempfile.TemporaryDirectory() as directory:
-            run(family, Path(directory))
+for name in sys.argv[1:] or FAMILIES:
+    with tempfile.TemporaryDirectory() as directory:
+        run(name, Path(directory))

@@ -21,6 +21,7 @@ from jax_megamoe.virtual_devices import use_virtual_cpu_devices
 from jax_megamoe.weights import (
     ExpertWeights,
     dequantize_weights,
+    expert_biases,
     quantize_weights,
     to_layout,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "check_failures",
     "checkpoints",
     "dequantize_weights",
+    "expert_biases",
     "export_checks",
     "gpt_oss_swiglu",
     "quantize",

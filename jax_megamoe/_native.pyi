@@ -150,7 +150,7 @@ def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, interme
     The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises ValueError for an invalid shape.
     """
 
-def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False, activation: int = 0) -> list[str]:
+def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False, activation: int = 0, bias: bool = False) -> list[str]:
     """The compiler's options for one kernel, without include directories."""
 
 def gpu_tiles(granularity: int) -> list:
@@ -171,7 +171,7 @@ class GpuRanks:
 
     def num_ctas(self, rank: int) -> int: ...
 
-    def set_weights(self, rank: int, w13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w13_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)]) -> None:
+    def set_weights(self, rank: int, w13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w13_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], b13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, b2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None) -> None:
         """This rank's E/R experts in the GPU layout."""
 
     def set_inputs(self, rank: int, num_rows: int, x: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], x_sf: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, topk_idx: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], num_tokens: int | None) -> None:

@@ -31,11 +31,8 @@ from jax_megamoe.layer import MegaMoE
 from jax_megamoe.routers import Router, linear
 from jax_megamoe.weights import ExpertWeights
 
-#: Families of checkpoints whose blocks are here.
-FAMILIES = ("deepseek_v4", "deepseek_v3", "kimi_k3", "qwen3_moe")
-
 _FLOATS = ("bfloat16", "float16", "float32")
-#: What the tensors of a router are called here -> in files.
+#: Name of a router's tensor in files -> its name here.
 _ROUTER_PARTS = {"weight": "weight", "bias": "bias", "e_score_correction_bias": "bias"}
 _RELOAD = "build it with jax_megamoe.blocks.load"
 
@@ -47,19 +44,20 @@ class BlockWeights(NamedTuple):
     """What one MoE block of a model has learned: a pytree.
 
     Attributes (E experts, H width of x, S width of the shared expert):
-      experts: FP4, sharded over the expert-parallel axis after `MoEBlock.shard`. They work on H
-        channels, or on the L of the latent.
+      experts: FP4, sharded over the expert-parallel axis after `MoEBlock.shard`, with biases in
+        gpt-oss. They work on H channels, or on the L of the latent.
       router: "weight" [E, H] bfloat16, float16 or float32, and what the model has of "bias" [E] and
         "tid2eid" [vocabulary, K] int32 (hash layers of DeepSeek-V4).
-      shared: {} for a model without shared expert, or "gate" [S, H], "up" [S, H], "down" [H, S] of
-        the dtypes of "weight", and "token_gate" [1, H] if the model has it.
-      latent: {}, or Kimi-K3's "down" [L, H] and "up" [H, L] around the experts, and "norm" [L].
+      shared: the shared expert, "gate" [S, H], "up" [S, H], "down" [H, S] of a dtype that "weight"
+        may have, and "token_gate" [1, H] if the model has it. None or {} for a model without.
+      latent: "down" [L, H] and "up" [H, L] around Kimi-K3's experts, and "norm" [L]. None or {} for
+        the others.
     """
 
     experts: ExpertWeights
     router: dict[str, jax.Array]
-    shared: dict[str, jax.Array] = {}  # noqa: RUF012  # never written to
-    latent: dict[str, jax.Array] = {}  # noqa: RUF012
+    shared: dict[str, jax.Array] | None = None
+    latent: dict[str, jax.Array] | None = None
 
 
 def load(
@@ -81,14 +79,21 @@ def load(
       `BlockWeights` of numpy arrays, experts in canonical layout.
 
     Raises:
-      MegaMoEError: a family that is not in `FAMILIES`; see `Checkpoint.experts`, `router` and
-        `shared_expert`; a router that has a table and a bias, or a table that names experts which
-        do not exist.
+      MegaMoEError: see `Checkpoint.experts`, `router`, `shared_expert` and `latent`; a router that
+        has a table and a bias, or a table where config.json has none, or one that names experts
+        which do not exist.
     """
-    _check_family(checkpoint)
     tensors = checkpoint.router(layer)
     table = tensors.pop("tid2eid", None)
     router = {_ROUTER_PARTS[name]: array for name, array in tensors.items()}
+    num_hash_layers = checkpoint.model_config.get("num_hash_layers", layer + (table is not None))
+    check(
+        (table is not None) == (layer < num_hash_layers),
+        f"router of layer {layer} in {checkpoint.path}",
+        got=f"{sorted(tensors)}" + ("" if table is None else " and tid2eid"),
+        want=f"tid2eid in the first {num_hash_layers} layers, as config.json says, and only there",
+        remedy="config.json and the weights are of different models or revisions",
+    )
     if table is not None:
         where = f"tid2eid of layer {layer} in {checkpoint.path}"
         num_experts = router["weight"].shape[0]
@@ -179,6 +184,13 @@ class MoEBlock:
         norm_eps: float = 1e-6,
     ):
         check(
+            isinstance(config, MegaMoEConfig),
+            "config",
+            got=type(config).__name__,
+            want="a jax_megamoe.MegaMoEConfig",
+            remedy="MoEBlock.of makes it from a checkpoint",
+        )
+        check(
             isinstance(router, Router),
             "router",
             got=type(router).__name__,
@@ -220,10 +232,9 @@ class MoEBlock:
           config: further fields of `MegaMoEConfig`, such as activation_granularity.
 
         Raises:
-          MegaMoEError: a family that is not in `FAMILIES`, an activation that `MegaMoE` does not
-            compute, config.json of another model, or one without an entry that is needed.
+          MegaMoEError: an activation that `MegaMoE` does not compute, config.json of another model,
+            or one without an entry that is needed.
         """
-        _check_family(checkpoint)
         fields = {
             **checkpoint.config(checkpoint.layers[0]),
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -285,8 +296,8 @@ class MoEBlock:
           return_stats: also return `MoEStats`.
 
         Returns:
-          y [N, H] bfloat16, sharded like x; or (y, MoEStats). Gradients with respect to x and to
-          floating-point arrays of weights.router and weights.shared exist.
+          y [N, H] bfloat16, sharded like x; or (y, MoEStats). Gradients exist with respect to x
+          and to the floating-point arrays in weights.
 
         Raises:
           MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit, or a hash
@@ -367,7 +378,7 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     """One rank's (y, `MoEStats`)."""
     _check_weights(weights, site.layer.config)
     check_array(x, "x", ("T", _width(weights)), ("bfloat16",), "cast x to bfloat16")
-    router, shared, latent = weights.router, weights.shared, weights.latent
+    router, shared, latent = weights.router, weights.shared, weights.latent or {}
     table = router.get("tid2eid")
     check(
         table is None or token_ids is not None,
@@ -407,16 +418,6 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     return y.astype(jnp.bfloat16), stats
 
 
-def _check_family(checkpoint: Checkpoint) -> None:
-    check(
-        checkpoint.family in FAMILIES,
-        f"family of {checkpoint.path}",
-        got=repr(checkpoint.family),
-        want=f"one of {FAMILIES}",
-        remedy="the experts of gpt-oss load, but MegaMoE has no biases",
-    )
-
-
 def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
     """Checks everything but the experts, which the layer checks."""
     check(
@@ -426,7 +427,7 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
         want="a jax_megamoe.blocks.BlockWeights",
         remedy=_RELOAD,
     )
-    router, shared, latent = weights.router, weights.shared, weights.latent
+    router, shared, latent = weights.router, weights.shared, weights.latent or {}
     num_experts, hidden = config.num_experts, config.hidden
     if latent:
         _check_names("weights.latent", set(latent), {"down", "up"}, {"norm"})
@@ -454,7 +455,7 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
 
 def _width(weights: BlockWeights) -> int:
     """Channels of x."""
-    return (weights.latent.get("down", weights.router["weight"])).shape[1]
+    return (weights.latent or {}).get("down", weights.router["weight"]).shape[1]
 
 
 def _check_names(operand: str, names: set[str], needed: set[str], allowed: set[str]) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jax_megamoe._ffi import native
@@ -90,24 +91,21 @@ class GpuRanks:
 
     def set_weights(self, rank: int, weights: ExpertWeights) -> None:
         """Copies the E/R experts of `rank`, in the GPU layout of the config's granularity."""
-        arrays = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf)
-        self._native.set_weights(rank, *(_bytes(array) for array in arrays))
+        codes = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf)
+        biases = (weights.b13, weights.b2)
+        self._native.set_weights(
+            rank,
+            *(_bytes(array) for array in codes),
+            *(None if array is None else _bytes(array) for array in biases),
+        )
 
     def set_all_weights(self, weights: ExpertWeights) -> None:
         """Copies all E experts, in the GPU layout, to their ranks."""
         local = self.config.local_experts(self.num_ranks)
         for rank in range(self.num_ranks):
-            part = slice(rank * local, (rank + 1) * local)
-            self.set_weights(
-                rank,
-                ExpertWeights(
-                    weights.w13[part],
-                    weights.w13_sf[part],
-                    weights.w2[part],
-                    weights.w2_sf[part],
-                    weights.layout,
-                ),
-            )
+            first = rank * local
+            own = jax.tree.map(lambda array, first=first: array[first : first + local], weights)
+            self.set_weights(rank, own)
 
     def set_inputs(
         self,

@@ -218,8 +218,10 @@ def traffic(config: MegaMoEConfig, topk_idx: np.ndarray) -> Traffic:
     )
 
 
-def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]]) -> None:
+def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]], *, bias: bool = False) -> None:
     """Compiles kernels, (config, number of ranks, tile) each, into the cache.
+
+    `bias`: for experts with biases.
 
     In several processes: a kernel takes seconds, and the native module compiles one at a time.
     Without a cache (JAX_MEGAMOE_CACHE_DIR empty) this does nothing.
@@ -233,7 +235,8 @@ def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]]) -> None:
     for config, num_ranks, tile in kernels:
         shape, number = moe_shape(config, num_ranks, "sm_90a"), granularity_number(config)
         kind = activation_number(config.activation)
-        jobs.append(list(native.gpu_kernel_options(shape, number, tile, activation=kind)))
+        options = native.gpu_kernel_options(shape, number, tile, activation=kind, bias=bias)
+        jobs.append(list(options))
     workers = min(len(jobs), 16, os.cpu_count() or 1)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:

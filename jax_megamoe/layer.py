@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ class MegaMoE:
 
     where act is config.activation, by default ``silu(gate) * up``, and Q rounds to E4M3 with a
     UE8M0 scale per config.activation_granularity elements. Products accumulate in FP32, each slot's
-    row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16.
+    row is rounded to BF16, rows are summed in FP32 in slot order, and y is rounded to BF16. Weights
+    may have biases: those of W1 and W3 are added before act, p_k times that of W2 to its product.
 
     Args:
       config: shapes and limits.
@@ -456,9 +458,9 @@ def _vary(tree: Any, axes: set[str]) -> Any:
 
 def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: ExpertWeights):
     """The custom call of one rank -> (y, received, status)."""
-    # Operands without elements say "BF16 x" and "all rows". They are cut out of x: constants would
-    # be hoisted when a scan is differentiated, into a shard_map that uses none of its inputs, and
-    # the compiler of jaxlib 0.11.2 crashes on that.
+    # Operands without elements say "BF16 x", "all rows" and "no biases". They are cut out of x:
+    # constants would be hoisted when a scan is differentiated, into a shard_map that uses none of
+    # its inputs, and the compiler of jaxlib 0.11.2 crashes on that.
     x = pad_tokens(x, site.config)
     codes, sf = x if isinstance(x, tuple) else (x, x[:0, :0].astype(jnp.uint8))
     if num_tokens is None:
@@ -482,11 +484,15 @@ def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: Expert
         "timeout_s": np.float64(config.timeout_s),
         "checked": config.checked,
     }
+    biases = (weights.b13, weights.b2)
     if site.backend != "cpu":
         # Part of the program, so that compiling the program compiles the kernel.
         shape = moe_shape(config, site.num_ranks, site.backend)
         tile = native.gpu_select_tile(shape, granularity, codes.shape[0])
         attributes["tile"] = np.int32(tile)
+        attributes["bias"] = weights.b13 is not None
+    if weights.b13 is None:
+        biases = (codes[:0, 0].astype(jnp.float32),) * 2
 
     @jax.custom_batching.custom_vmap
     def call(*operands):
@@ -501,14 +507,14 @@ def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: Expert
         )
 
     ep_rank = lax.axis_index(site.axis).reshape(1)
-    arrays = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf)
+    arrays = (weights.w13, weights.w13_sf, weights.w2, weights.w2_sf, *biases)
     y, *stats = call(codes, sf, topk_idx, topk_weights, num_tokens, ep_rank, *arrays)
     return y[:, : config.hidden], *stats
 
 
 @functools.lru_cache(maxsize=128)
 def _differentiable_call(site: Site):
-    """`_ffi_call` with a gradient for x and topk_weights, through the unfused layer.
+    """`_ffi_call` with a gradient for x, topk_weights and biases, through the unfused layer.
 
     Operands: (x, topk_idx, topk_weights, num_tokens or None, weights), all varying over the same
     mesh axes.
@@ -524,24 +530,28 @@ def _differentiable_call(site: Site):
     def backward(operands, cotangents):
         x, topk_idx, topk_weights, num_tokens, weights = operands
 
-        def unfused_layer(x, topk_weights):
+        def unfused_layer(x, topk_weights, b13, b2):
             return unfused.local(
                 x,
                 topk_idx,
                 topk_weights,
-                weights,
+                dataclasses.replace(weights, b13=b13, b2=b2),
                 site.config,
                 axis=site.axis,
                 num_tokens=num_tokens,
                 differentiable=True,
             )
 
-        if isinstance(x, tuple):  # integer codes: only the routing weights have a gradient
-            _, vjp = jax.vjp(functools.partial(unfused_layer, x), topk_weights)
-            return None, None, *vjp(cotangents[0]), None, None
-        _, vjp = jax.vjp(unfused_layer, x, topk_weights)
-        dx, d_topk_weights = vjp(cotangents[0])
-        return dx, None, d_topk_weights, None, None
+        floats = (topk_weights, weights.b13, weights.b2)
+        if isinstance(x, tuple):  # integer codes have no gradient
+            dx, (_, vjp) = None, jax.vjp(functools.partial(unfused_layer, x), *floats)
+            d_topk_weights, b13, b2 = vjp(cotangents[0])
+        else:
+            _, vjp = jax.vjp(unfused_layer, x, *floats)
+            dx, d_topk_weights, b13, b2 = vjp(cotangents[0])
+        # FP4 codes have no gradient either: None stands for their zeros.
+        d_weights = ExpertWeights(None, None, None, None, weights.layout, b13, b2)  # type: ignore[arg-type]
+        return dx, None, d_topk_weights, None, None if b13 is None else d_weights
 
     call.defvjp(forward, backward)
     return call

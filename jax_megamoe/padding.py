@@ -19,6 +19,8 @@ Tokens = jax.Array | tuple[jax.Array, jax.Array]
 def pad_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights:
     """Canonical weights of the padded widths: zero codes, with the scale byte of a block of zeros.
 
+    Biases of rows that are added are zeros, too.
+
     Args:
       weights: E experts, canonical layout, of the config's widths or padded already; or of a back
         end's layout, which is always padded.
@@ -41,11 +43,16 @@ def pad_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights:
         gate, up = jnp.split(array, 2, axis=1)
         return jnp.concatenate([pad(half, rows, columns, value) for half in (gate, up)], axis=1)
 
+    biases = {}
+    if weights.b13 is not None and weights.b2 is not None:
+        biases["b13"] = pad13(weights.b13[..., None], 0, 0)[..., 0]
+        biases["b2"] = pad(weights.b2[..., None], columns, 0, 0)[..., 0]
     return ExpertWeights(
         w13=pad13(weights.w13, columns // 2, 0),
         w13_sf=pad13(weights.w13_sf, columns // SF_GROUP, quantize.SF_MIN),
         w2=pad(weights.w2, columns, rows // 2, 0),
         w2_sf=pad(weights.w2_sf, columns, rows // SF_GROUP, quantize.SF_MIN),
+        **biases,
     )
 
 
@@ -61,11 +68,16 @@ def crop_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights
 
     if weights.w13.shape[1:] == (2 * intermediate, hidden // 2):
         return weights
+    biases = {}
+    if weights.b13 is not None and weights.b2 is not None:
+        biases["b13"] = crop13(weights.b13[..., None], 1)[..., 0]
+        biases["b2"] = weights.b2[:, :hidden]
     return ExpertWeights(
         w13=crop13(weights.w13, hidden // 2),
         w13_sf=crop13(weights.w13_sf, hidden // SF_GROUP),
         w2=weights.w2[:, :hidden, : intermediate // 2],
         w2_sf=weights.w2_sf[:, :hidden, : intermediate // SF_GROUP],
+        **biases,
     )
 
 

@@ -15,7 +15,7 @@ Names: R ranks, E experts, K = top_k, T tokens per rank, H hidden, I intermediat
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from jax_megamoe.config import SF_GROUP, Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
+
+#: (b_gate [E, I], b_up [E, I], b_down [E, H]), any float dtype.
+Biases = tuple[Any, Any, Any]
 
 #: Scale byte of rows that hold no token: the one of an all-zero block.
 _ZERO_SF = quantize.SF_MIN
@@ -253,15 +256,17 @@ def _pool_rows(config, num_ranks, tokens, block_m, requested):
     return requested
 
 
-def _by_blocks(acts, dispatched, codes, codes_sf, rows_out):
+def _by_blocks(acts, dispatched, codes, codes_sf, rows_out, bias=None, weights=None):
     """Rows times the FP4 matrix of their block's expert: FP32 [R, P, rows_out].
 
-    One block at a time, and one expert's matrix widened at a time, so that memory stays small.
+    One block at a time, and one expert's matrix widened at a time, so that memory stays small. Each
+    row then gets weight * bias of its expert.
 
     Args:
       acts: codes [R, P, C] and sf [R, P, C/32] of the rows.
       dispatched: for its block_expert.
       codes: [E, rows_out, C/2] packed E2M1, codes_sf: [E, rows_out, C/32].
+      bias: [E, rows_out] float32 or None, weights: [R, P] float32 or None for ones.
     """
     num_ranks, num_blocks = dispatched.block_expert.shape
     local_experts = codes.shape[0] // num_ranks
@@ -269,31 +274,34 @@ def _by_blocks(acts, dispatched, codes, codes_sf, rows_out):
     block_m = row_codes.shape[1] // max(num_blocks, 1)
 
     def block(operands):
-        block_codes, block_sf, expert = operands
+        block_codes, block_sf, block_weights, expert = operands
 
         def product():
             matrix = quantize.unpack_e2m1(codes[expert])
             matrix = quantize.dequantize_e2m1(matrix, codes_sf[expert])
             rows = quantize.dequantize_e4m3(block_codes, block_sf)
-            return jnp.dot(
+            sums = jnp.dot(
                 rows,
                 matrix.T,
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
             )
+            return sums if bias is None else sums + block_weights * bias[expert]
 
         return lax.cond(expert >= 0, product, lambda: jnp.zeros((block_m, rows_out), jnp.float32))
 
     first_expert = jnp.arange(num_ranks, dtype=jnp.int32)[:, None] * local_experts
     expert = jnp.where(dispatched.block_expert >= 0, dispatched.block_expert + first_expert, -1)
     blocks = num_ranks * num_blocks
-    split = [a.reshape(blocks, block_m, a.shape[-1]) for a in (row_codes, row_sf)]
+    weights = jnp.ones(row_codes.shape[:2], jnp.float32) if weights is None else weights
+    columns = (row_codes, row_sf, weights[..., None])
+    split = [a.reshape(blocks, block_m, a.shape[-1]) for a in columns]
     out = lax.map(block, (*split, expert.reshape(blocks)))
     return out.reshape(num_ranks, num_blocks * block_m, rows_out)
 
 
 def linear1(dispatched: Dispatched, weights: ExpertWeights) -> jax.Array:
-    """Gate and up projections of every pool row, accumulated in FP32.
+    """Gate and up projections of every pool row, accumulated in FP32, and their biases, if any.
 
     Args:
       dispatched: what `dispatch` returned.
@@ -304,7 +312,8 @@ def linear1(dispatched: Dispatched, weights: ExpertWeights) -> jax.Array:
     """
     weights = to_layout(weights, "canonical")
     acts = dispatched.acts, dispatched.acts_sf
-    return _by_blocks(acts, dispatched, weights.w13, weights.w13_sf, weights.w13.shape[1])
+    matrix = weights.w13, weights.w13_sf, weights.w13.shape[1]
+    return _by_blocks(acts, dispatched, *matrix, bias=weights.b13)
 
 
 # Derivatives of their own: those of the formulas are infinity / infinity where exp overflows.
@@ -382,6 +391,9 @@ def linear2(
 ) -> jax.Array:
     """Down projection of every pool row: FP32 accumulation, rounded once to BF16.
 
+    A bias is added before the rounding, times the row's routing weight: the product has that weight
+    already (see `activate`).
+
     Args:
       codes, sf: [R, P, I] and [R, P, I/32] uint8, what `swiglu` returned.
       dispatched: what `dispatch` returned.
@@ -391,7 +403,9 @@ def linear2(
       [R, P, H] bfloat16. Rows of unused blocks are zero.
     """
     weights = to_layout(weights, "canonical")
-    rows = _by_blocks((codes, sf), dispatched, weights.w2, weights.w2_sf, weights.w2.shape[1])
+    matrix = weights.w2, weights.w2_sf, weights.w2.shape[1]
+    bias = {"bias": weights.b2, "weights": dispatched.topk_weights}
+    rows = _by_blocks((codes, sf), dispatched, *matrix, **bias)
     return rows.astype(jnp.bfloat16)
 
 
@@ -507,8 +521,12 @@ def dense_float64(
     w_down: np.ndarray,
     config: MegaMoEConfig,
     num_tokens: np.ndarray | None = None,
+    *,
+    biases: Biases | None = None,
 ) -> np.ndarray:
-    """The layer in NumPy float64 without quantisation: ``sum_k weight * W_down act(W x)``.
+    """The layer in NumPy float64 without quantisation.
+
+    ``y = sum_k weight * (W_down act(W_gate x + b_gate, W_up x + b_up) + b_down)``
 
     Args:
       x: [R, T, H], any float dtype.
@@ -518,6 +536,8 @@ def dense_float64(
         `weights.dequantize_weights` returns to leave the weights' quantisation out of the error.
       config: shapes and activation.
       num_tokens: [R] integers or None: rows at or beyond it are zero.
+      biases: (b_gate [E, I], b_up [E, I], b_down [E, H]), what `weights.expert_biases` returns; or
+        None.
 
     Returns:
       [R, T, H] float64.
@@ -527,6 +547,7 @@ def dense_float64(
         topk_idx,
         topk_weights,
         (w_gate, w_up, w_down),
+        biases,
         config,
         num_tokens,
         lambda acts: acts,
@@ -552,6 +573,8 @@ def staged_float64(
     w_down: np.ndarray,
     config: MegaMoEConfig,
     num_tokens: np.ndarray | None = None,
+    *,
+    biases: Biases | None = None,
 ) -> np.ndarray:
     """`dense_float64` on quantised input, with the contract's FP8 rounding of SwiGLU's output.
 
@@ -560,7 +583,7 @@ def staged_float64(
 
     Args:
       codes, sf: [R, T, H] and [R, T, H/32] uint8, what `stage_input` returned.
-      topk_idx, topk_weights, config, num_tokens: as in `dense_float64`.
+      topk_idx, topk_weights, config, num_tokens, biases: as in `dense_float64`.
       w_gate, w_up, w_down: what `weights.dequantize_weights` returns.
 
     Returns:
@@ -576,24 +599,28 @@ def staged_float64(
         topk_idx,
         topk_weights,
         (w_gate, w_up, w_down),
+        biases,
         config,
         num_tokens,
         round_to_e4m3,
     )
 
 
-def _float64(x, topk_idx, topk_weights, weights, config, num_tokens, round_acts):
+def _float64(x, topk_idx, topk_weights, weights, biases, config, num_tokens, round_acts):
     idx = np.asarray(topk_idx)
     routed = (idx >= 0) & (idx < config.num_experts)
     if num_tokens is not None:
         routed &= np.arange(idx.shape[1])[None, :, None] < np.asarray(num_tokens)[:, None, None]
     topk_weights = np.asarray(topk_weights).astype(np.float64)
     w_gate, w_up, w_down = (np.asarray(w) for w in weights)
+    if biases is None:
+        biases = [np.zeros(w.shape[:2]) for w in (w_gate, w_up, w_down)]
+    b_gate, b_up, b_down = (np.asarray(b).astype(np.float64) for b in biases)
     slots = [np.nonzero(routed & (idx == expert)) for expert in range(config.num_experts)]
     acts = np.zeros((*idx.shape, config.intermediate), np.float64)
     for expert, (rank, token, k) in enumerate(slots):
-        gate = x[rank, token] @ w_gate[expert].astype(np.float64).T
-        up = x[rank, token] @ w_up[expert].astype(np.float64).T
+        gate = x[rank, token] @ w_gate[expert].astype(np.float64).T + b_gate[expert]
+        up = x[rank, token] @ w_up[expert].astype(np.float64).T + b_up[expert]
         values = activate_float64(gate, up, config.activation)
         acts[rank, token, k] = values * topk_weights[rank, token, k][:, None]
     acts = round_acts(acts)
@@ -601,6 +628,7 @@ def _float64(x, topk_idx, topk_weights, weights, config, num_tokens, round_acts)
     for expert, (rank, token, k) in enumerate(slots):
         # add.at and not +=: a token that names the expert twice has two rows here.
         rows = acts[rank, token, k] @ w_down[expert].astype(np.float64).T
+        rows += topk_weights[rank, token, k][:, None] * b_down[expert]
         np.add.at(y, (rank, token), rows)
     return y
 

@@ -44,7 +44,13 @@ from jax_megamoe import quantize, reference
 from jax_megamoe.config import BLOCK_N, SF_GROUP, Activation, MegaMoEConfig
 from jax_megamoe.errors import check, check_array
 from jax_megamoe.padding import crop_weights
-from jax_megamoe.weights import ExpertWeights, check_weights, dequantize_stacked
+from jax_megamoe.weights import (
+    ExpertWeights,
+    check_biases,
+    check_weights,
+    dequantize_stacked,
+    to_layout,
+)
 
 TRANSPORTS = ("all_to_all", "all_gather", "ragged_all_to_all")
 GEMMS = ("blocked", "ragged_dot", "mosaic")
@@ -56,15 +62,21 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 class WideWeights(NamedTuple):
-    """BF16 expert weights: w13 [E, 2I, H], gate rows first, and w2 [E, H, I]."""
+    """BF16 expert weights: w13 [E, 2I, H], gate rows first, and w2 [E, H, I].
+
+    FP32 biases b13 [E, 2I] and b2 [E, H], or None for both.
+    """
 
     w13: jax.Array
     w2: jax.Array
+    b13: jax.Array | None = None
+    b2: jax.Array | None = None
 
 
 def widen_weights(weights: ExpertWeights) -> WideWeights:
     """FP4 weights of any layout as BF16 ones, for `local` and `mega_moe`."""
-    return WideWeights(*dequantize_stacked(weights, jnp.bfloat16))
+    weights = to_layout(weights, "canonical")
+    return WideWeights(*dequantize_stacked(weights, jnp.bfloat16), weights.b13, weights.b2)
 
 
 def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int) -> WideWeights:
@@ -77,6 +89,8 @@ def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int
     check_array(weights.w13, "weights.w13", shape, ("bfloat16",), remedy)
     shape = (num_experts, hidden, intermediate)
     check_array(weights.w2, "weights.w2", shape, ("bfloat16",), remedy)
+    shapes = (num_experts, 2 * intermediate), (num_experts, hidden)
+    check_biases(weights.b13, weights.b2, *shapes)
     return weights
 
 
@@ -440,18 +454,30 @@ def _blocked(rows, matrices, group_sizes, block_rows):
     return out.reshape(rows.shape[0], matrices.shape[1])
 
 
-def linear1(pool: Pool, w13: jax.Array, *, gemm: str, block_rows: int) -> jax.Array:
+def _row_biases(bias: jax.Array, pool: Pool) -> jax.Array:
+    """[E/R, N] biases -> [P, N], each row its expert's; zeros in rows of no expert."""
+    row = jnp.arange(pool.is_row.shape[0], dtype=jnp.int32)
+    end = jnp.cumsum(pool.group_sizes)
+    expert = jnp.searchsorted(end, row, side="right", method="compare_all")
+    return _take(bias, jnp.minimum(expert, bias.shape[0] - 1), pool.is_row)
+
+
+def linear1(
+    pool: Pool, w13: jax.Array, b13: jax.Array | None = None, *, gemm: str, block_rows: int
+) -> jax.Array:
     """Gate and up projections.
 
     Args:
       pool: what `dispatch` returned.
       w13: [E/R, 2I, H] bfloat16, gate rows first.
+      b13: [E/R, 2I] float32 or None.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, 2I] float32, gate channels first.
     """
-    return grouped_product(_values(pool.rows), w13, pool, gemm=gemm, block_rows=block_rows)
+    sums = grouped_product(_values(pool.rows), w13, pool, gemm=gemm, block_rows=block_rows)
+    return sums if b13 is None else sums + _row_biases(b13, pool)
 
 
 def swiglu(
@@ -471,19 +497,30 @@ def swiglu(
     return _round_to_e4m3(reference.activate(gate_up, topk_weights, activation), group)
 
 
-def linear2(acts: jax.Array, pool: Pool, w2: jax.Array, *, gemm: str, block_rows: int) -> jax.Array:
-    """Down projection.
+def linear2(
+    acts: jax.Array,
+    pool: Pool,
+    w2: jax.Array,
+    b2: jax.Array | None = None,
+    *,
+    gemm: str,
+    block_rows: int,
+) -> jax.Array:
+    """Down projection, with routing weight times bias added before the rounding to BF16.
 
     Args:
       acts: [P, I] bfloat16, what `swiglu` returned.
       pool: what `dispatch` returned.
       w2: [E/R, H, I] bfloat16.
+      b2: [E/R, H] float32 or None.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, H] bfloat16.
     """
     rows = grouped_product(acts, w2, pool, gemm=gemm, block_rows=block_rows)
+    if b2 is not None:
+        rows += pool.topk_weights[:, None] * _row_biases(b2, pool)
     return rows.astype(jnp.bfloat16)
 
 
@@ -566,8 +603,8 @@ def local(
         the result are zero.
       transport: "auto" or one of `TRANSPORTS`.
       gemm: "auto" or one of `GEMMS`.
-      differentiable: if True, reverse-mode derivatives with respect to x (bfloat16) and
-        topk_weights exist, with every quantisation treated as the identity. Values do not change,
+      differentiable: if True, reverse-mode derivatives with respect to x (bfloat16), topk_weights
+        and biases exist, with every quantisation treated as the identity. Values do not change,
         but tokens travel as BF16, twice the bytes.
 
     Returns:
@@ -610,9 +647,9 @@ def local(
         num_tokens=num_tokens,
         block_rows=tile if gemm == "blocked" else 1,
     )
-    gate_up = linear1(pool, wide.w13, gemm=gemm, block_rows=tile)
+    gate_up = linear1(pool, wide.w13, wide.b13, gemm=gemm, block_rows=tile)
     acts = swiglu(gate_up, pool.topk_weights, config.activation, config.act_group)
-    returned = linear2(acts, pool, wide.w2, gemm=gemm, block_rows=tile)
+    returned = linear2(acts, pool, wide.w2, wide.b2, gemm=gemm, block_rows=tile)
     return combine(returned, pool, config, axis=axis, transport=transport)
 
 

@@ -45,20 +45,25 @@ _BYTES = ("uint8",)
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["w13", "w13_sf", "w2", "w2_sf"],
+    data_fields=["w13", "w13_sf", "w2", "w2_sf", "b13", "b2"],
     meta_fields=["layout"],
 )
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
-    """FP4 weights of E experts: a pytree of four uint8 arrays, sharded over experts (axis 0).
+    """FP4 weights of E experts: a pytree of arrays, sharded over experts (axis 0).
 
     Attributes (canonical layout, E experts, H hidden, I intermediate):
-      w13: [E, 2I, H/2] packed E2M1; rows 0..I-1 are gate rows, I..2I-1 up rows.
-      w13_sf: [E, 2I, H/32] UE8M0 bytes.
-      w2: [E, H, I/2] packed E2M1.
-      w2_sf: [E, H, I/32] UE8M0 bytes.
+      w13: [E, 2I, H/2] uint8, packed E2M1; rows 0..I-1 are gate rows, I..2I-1 up rows.
+      w13_sf: [E, 2I, H/32] uint8, UE8M0 bytes.
+      w2: [E, H, I/2] uint8, packed E2M1.
+      w2_sf: [E, H, I/32] uint8, UE8M0 bytes.
       layout: "canonical" or the name of a back end's layout, one of `LAYOUTS`. Static: part of the
         treedef.
+      b13: [E, 2I] float32, biases of linear 1, ordered like w13's rows; or None, like b2.
+      b2: [E, H] float32, biases of linear 2. A slot adds its routing weight times its expert's.
+
+    An expert has both biases or neither. They are FP32 because they are added to FP32 sums: BF16
+    ones of a checkpoint convert exactly, and a row of 4 bytes is nothing beside one of weights.
 
     In the GPU layouts w13 is [E, 2I/128, H/128, C] and w2 [E, H/128, I/128, C] with C =
     `gpu_chunk_bytes`, w13_sf is [E, 2I] and w2_sf [E, H].
@@ -69,6 +74,8 @@ class ExpertWeights:
     w2: jax.Array
     w2_sf: jax.Array
     layout: str = "canonical"
+    b13: jax.Array | None = None
+    b2: jax.Array | None = None
 
     @property
     def num_experts(self) -> int:
@@ -84,19 +91,29 @@ jax.export.register_pytree_node_serialization(
 )
 
 
-def quantize_weights(w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> ExpertWeights:
+def quantize_weights(
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+) -> ExpertWeights:
     """Quantises dense expert weights to E2M1 with UE8M0 scales per 32 along K.
 
     Args:
       w_gate, w_up: [E, I, H] float32, bfloat16 or float16; row i produces intermediate channel i.
       w_down: [E, H, I], same dtypes.
+      b_gate, b_up, b_down: biases [E, I], [E, I], [E, H], same dtypes, converted to float32. All or
+        none.
 
     Returns:
       `ExpertWeights` in canonical layout. See `quantize.quantize_e2m1` for the rounding.
 
     Raises:
-      MegaMoEError: shapes that do not agree, an unsupported dtype, or (outside jit) a weight that
-        is not finite, which E2M1 cannot represent.
+      MegaMoEError: shapes that do not agree, an unsupported dtype, some biases but not all, or
+        (outside jit) a weight or bias that is not finite.
     """
     floats = ("float32", "bfloat16", "float16")
     remedy = "weights are [experts, out, in]; transpose [in, out] matrices first"
@@ -115,7 +132,31 @@ def quantize_weights(w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> E
                 want="finite weights",
                 remedy="E2M1 has neither; look at the source of these weights",
             )
-    return ExpertWeights(quantize.pack_e2m1(w13), w13_sf, quantize.pack_e2m1(w2), w2_sf)
+    weights = ExpertWeights(quantize.pack_e2m1(w13), w13_sf, quantize.pack_e2m1(w2), w2_sf)
+    biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    if not given:
+        return weights
+    check(
+        len(given) == 3,
+        "b_gate, b_up and b_down",
+        got=f"only {' and '.join(given)}",
+        want="all three or none",
+        remedy="pass zeros for what the model does not have",
+    )
+    for name, bias in given.items():
+        width = hidden if name == "b_down" else intermediate
+        check_array(bias, name, (num_experts, width), floats, "biases are [experts, out]")
+        if not isinstance(bias, jax.core.Tracer):
+            check(
+                bool(np.isfinite(np.asarray(bias, np.float32)).all()),
+                name,
+                got="a NaN or an infinity",
+                want="finite biases",
+                remedy="look at the source of these weights",
+            )
+    gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in given.values())
+    return dataclasses.replace(weights, b13=jnp.concatenate([gate, up], axis=1), b2=down)
 
 
 def dequantize_weights(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, ...]:
@@ -131,6 +172,23 @@ def dequantize_stacked(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.A
     w13 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w13), weights.w13_sf, dtype)
     w2 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w2), weights.w2_sf, dtype)
     return w13, w2
+
+
+def expert_biases(weights: ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """(b_gate [E, I], b_up [E, I], b_down [E, H]) float32, from any layout; None if there are none.
+
+    The counterpart of `dequantize_weights`, whose matrices they belong to.
+    """
+    if weights.b13 is None or weights.b2 is None:
+        return None
+    b13 = weights.b13 if weights.layout == "canonical" else deinterleave_gate_up(weights.b13)
+    b_gate, b_up = jnp.split(b13, 2, axis=1)
+    return b_gate, b_up, weights.b2
+
+
+def _ordered_biases(w: ExpertWeights, order) -> dict[str, jax.Array | None]:
+    """Fields b13 and b2 with linear 1's reordered, as its rows are; linear 2's rows never are."""
+    return {"b13": None if w.b13 is None else order(w.b13), "b2": w.b2}
 
 
 def interleave_gate_up(rows: jax.Array) -> jax.Array:
@@ -164,6 +222,7 @@ def _canonical_to_cpu(w: ExpertWeights) -> ExpertWeights:
         w2=_to_panels(w.w2),
         w2_sf=_to_panels(w.w2_sf),
         layout="cpu",
+        **_ordered_biases(w, interleave_gate_up),
     )
 
 
@@ -174,6 +233,7 @@ def _cpu_to_canonical(w: ExpertWeights) -> ExpertWeights:
         w2=_from_panels(w.w2),
         w2_sf=_from_panels(w.w2_sf),
         layout="canonical",
+        **_ordered_biases(w, deinterleave_gate_up),
     )
 
 
@@ -346,7 +406,8 @@ def _canonical_to_gpu(layout: str, w: ExpertWeights) -> ExpertWeights:
         return *_pack_matrix(w13, w13_sf, layout), *_pack_matrix(w2, w2_sf, layout)
 
     w13, w13_sf, w2, w2_sf = jax.lax.map(convert, (w.w13, w.w13_sf, w.w2, w.w2_sf))
-    return ExpertWeights(w13, w13_sf, w2, w2_sf, layout)
+    biases = _ordered_biases(w, interleave_gate_up)
+    return ExpertWeights(w13, w13_sf, w2, w2_sf, layout, **biases)
 
 
 def _gpu_to_canonical(layout: str, w: ExpertWeights) -> ExpertWeights:
@@ -358,7 +419,8 @@ def _gpu_to_canonical(layout: str, w: ExpertWeights) -> ExpertWeights:
         return w13, w13_sf, *_unpack_matrix(w2, w2_sf, layout)
 
     w13, w13_sf, w2, w2_sf = jax.lax.map(convert, (w.w13, w.w13_sf, w.w2, w.w2_sf))
-    return ExpertWeights(w13, w13_sf, w2, w2_sf, "canonical")
+    biases = _ordered_biases(w, deinterleave_gate_up)
+    return ExpertWeights(w13, w13_sf, w2, w2_sf, "canonical", **biases)
 
 
 def _gpu_layout(layout: str):
@@ -505,3 +567,19 @@ def check_weights(weights: ExpertWeights, config: MegaMoEConfig, num_experts: in
             "compare num_experts, hidden and intermediate of the config with the weights; inside "
             "shard_map each rank holds num_experts / ranks experts",
         )
+    check_biases(weights.b13, weights.b2, (num_experts, 2 * i), (num_experts, h))
+
+
+def check_biases(b13, b2, b13_shape: tuple[int, int], b2_shape: tuple[int, int]) -> None:
+    """Checks that there are both biases, FP32 and of these shapes, or neither."""
+    check(
+        (b13 is None) == (b2 is None),
+        "weights.b13 and weights.b2",
+        got=f"only {'b2' if b13 is None else 'b13'}",
+        want="both or neither",
+        remedy="pass zeros for the linear that has no bias",
+    )
+    if b13 is not None:
+        remedy = "biases belong to the rows of w13 and w2; see jax_megamoe.ExpertWeights"
+        check_array(b13, "weights.b13", b13_shape, ("float32",), remedy)
+        check_array(b2, "weights.b2", b2_shape, ("float32",), remedy)

@@ -33,6 +33,8 @@ MODELS = {
     "V3 in BF16": (functools.partial(files.deepseek_v3, scale_dtype=None), "deepseek_v3", (1,)),
     "Kimi-K2": (functools.partial(files.deepseek_v3, model_type="kimi_k2"), "kimi_k2", (1,)),
     "Kimi-K3": (files.kimi_k3, "kimi_k3", (1,)),
+    "gpt-oss": (files.gpt_oss, "gpt_oss", (1,)),
+    "gpt-oss original": (functools.partial(files.gpt_oss, original=True), "gpt_oss", (0,)),
     "Qwen3": (files.qwen3_moe, "qwen3_moe", (1,)),
     "Qwen3 FP8": (functools.partial(files.qwen3_moe, scale_dtype=np.float32), "qwen3_moe", (1,)),
     "Qwen2": (functools.partial(files.qwen3_moe, model_type="qwen2_moe"), "qwen3_moe", (1,)),
@@ -43,7 +45,12 @@ CASES = [(name, layer) for name, (_, _, layers) in MODELS.items() for layer in l
 def rounded_experts(expected: dict[str, np.ndarray]) -> jmm.ExpertWeights:
     """What a loader should make of a layer's experts, rounded if they are not MXFP4."""
     if "w13" in expected:
-        return jmm.ExpertWeights(*(expected[name] for name in ("w13", "w13_sf", "w2", "w2_sf")))
+        biases = {}
+        if "down_bias" in expected:
+            b_gate, b_up, b2 = (np.float32(expected[f"{n}_bias"]) for n in ("gate", "up", "down"))
+            biases = {"b13": np.concatenate([b_gate, b_up], axis=1), "b2": b2}
+        names = ("w13", "w13_sf", "w2", "w2_sf")
+        return jmm.ExpertWeights(*(expected[name] for name in names), **biases)
     return jmm.quantize_weights(*(expected[f"w_{role}"] for role in ("gate", "up", "down")))
 
 
@@ -55,14 +62,9 @@ class BlockCase:
         self.model, self.layer, self.rng = maker(rng, calm=True), layer, rng
         self.path = files.write(self.model, path, num_shards=2)
         self.checkpoint = jmm.checkpoints.open(self.path)
-        (gate,) = (
-            array
-            for tensor, array in self.model.tensors.items()
-            if tensor.endswith(f"layers.{layer}.{self._block}.gate.weight")
-        )
-        self.gate = gate.astype(np.float64)
+        self.gate = self._find("gate.weight", "router.weight").astype(np.float64)
         self.table = self._find("gate.tid2eid")
-        self.bias = self._find("gate.bias", "gate.e_score_correction_bias")
+        self.bias = self._find("gate.bias", "router.bias", "gate.e_score_correction_bias")
         self.latent = {
             role: self._find(f"routed_expert_{name}.weight").astype(np.float64)
             for role, name in (("down", "down_proj"), ("norm", "norm"), ("up", "up_proj"))
@@ -80,9 +82,9 @@ class BlockCase:
             hidden=files.HIDDEN,
             intermediate=files.INTER,
             max_tokens_per_rank=num_tokens,
-            activation=jmm.situ()
-            if self.family == "kimi_k3"
-            else jmm.swiglu(self.model.text_config.get("swiglu_limit")),
+            activation={"kimi_k3": jmm.situ(), "gpt_oss": jmm.gpt_oss_swiglu()}.get(
+                self.family, jmm.swiglu(self.model.text_config.get("swiglu_limit"))
+            ),
         )
         self.experts = rounded_experts(self.model.expected[layer])
 
@@ -91,7 +93,11 @@ class BlockCase:
         return {"deepseek_v4": "ffn", "kimi_k3": "block_sparse_moe"}.get(self.family, "mlp")
 
     def _find(self, *suffixes):
-        names = [f"layers.{self.layer}.{self._block}.{suffix}" for suffix in suffixes]
+        names = [
+            f"{start}.{self.layer}.{self._block}.{suffix}"
+            for start in ("layers", "block")
+            for suffix in suffixes
+        ]
         found = [a for tensor, a in self.model.tensors.items() if tensor.endswith(tuple(names))]
         return found[0] if found else None
 
@@ -104,8 +110,8 @@ class BlockCase:
         x = tokens(self.rng, 4 * num_tokens, self.gate.shape[1])
         wide = x.astype(np.float64)
         z = wide @ self.gate.T
-        scores = z if self.family == "qwen3_moe" else deepseek_scores(z, self.family)
-        scores = scores + (0 if self.bias is None else self.bias)
+        scores = z if self.family in ("qwen3_moe", "gpt_oss") else deepseek_scores(z, self.family)
+        scores = scores + (0 if self.bias is None else self.bias.astype(np.float64))
         gaps = np.diff(np.sort(scores, axis=1), axis=1).min(axis=1)
         error = wide.shape[1] * EPS * (np.abs(wide) @ np.abs(self.gate).T).max(axis=1)
         x = x[gaps > 4 * error]
@@ -115,8 +121,8 @@ class BlockCase:
     def routes64(self):
         """[(expert numbers, weights)] of the tokens, by the model's config.json."""
         text = self.model.text_config
-        norm = text["moe_renormalize" if self.family == "kimi_k3" else "norm_topk_prob"]
-        keywords = {"top_k": files.TOP_K, "norm": norm}
+        norm = "moe_renormalize" if self.family == "kimi_k3" else "norm_topk_prob"
+        keywords = {"top_k": files.TOP_K, "norm": text.get(norm, True)}
         keywords |= {"scale": text.get("routed_scaling_factor", 1.0)}
         keywords |= {"groups": (text.get("n_group", 1), text.get("topk_group", 1))}
         bias = np.zeros(files.EXPERTS) if self.bias is None else self.bias.astype(np.float64)
@@ -161,11 +167,17 @@ class BlockCase:
         z = y / np.sqrt(np.mean(y * y, axis=1, keepdims=True) + eps) * self.latent["norm"]
         return (bf16(z).astype(np.float64) if rounded else z) @ self.latent["up"].T
 
+    @property
+    def biases(self):
+        return jmm.expert_biases(self.experts)
+
     def dense(self, topk_idx, topk_weights):
         weights = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.experts)]
         routing = np.asarray(topk_idx)[None], np.asarray(topk_weights)[None]
         rows = self.into_latent()[None]
-        y = jmm.reference.dense_float64(rows, *routing, *weights, self.config)[0]
+        y = jmm.reference.dense_float64(rows, *routing, *weights, self.config, biases=self.biases)[
+            0
+        ]
         return self.out_of_latent(y, False) + self.shared64()
 
     def truth(self, topk_idx, topk_weights):
@@ -173,7 +185,9 @@ class BlockCase:
         rows = jnp.asarray(bf16(self.into_latent()))[None]
         codes, sf = jmm.quantize.quantize_e4m3(rows, self.config.x_group)
         routing = np.asarray(topk_idx)[None], np.asarray(topk_weights)[None]
-        y = jmm.reference.staged_float64(codes, sf, *routing, *weights, self.config)[0]
+        y = jmm.reference.staged_float64(
+            codes, sf, *routing, *weights, self.config, biases=self.biases
+        )[0]
         return self.out_of_latent(y, False) + self.shared64()
 
     def plain(self, topk_idx, topk_weights):

@@ -74,6 +74,13 @@ def check(case, ranks, num_tokens=None):
         case.check(all_y(ranks), num_tokens)
 
 
+def with_bias_column(rows, factors):
+    """[..., K] and [...] -> [..., K + 32]: one more product, whose other factor is the bias."""
+    column = np.zeros((*rows.shape[:-1], 32))
+    column[..., 0] = factors
+    return np.concatenate([rows, column], axis=-1)
+
+
 # The ring's layout --------------------------------------------------------------------------------
 
 
@@ -219,7 +226,7 @@ class SimulatedRanks:
         self.config, self.num_ranks = config, len(devices)
         self.shape = moe_shape(config, self.num_ranks, "sm_90a")
         self._granularity = granularity_number(config)
-        self._inputs, self._dense = [None] * self.num_ranks, []
+        self._inputs, self._dense, self._biases = [None] * self.num_ranks, [], None
         self._rng = np.random.default_rng(0)
         self.damage = {}
         self.poison()
@@ -227,8 +234,11 @@ class SimulatedRanks:
     def set_all_weights(self, weights):
         with on_cpu():
             self._dense = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
+            biases = jmm.expert_biases(weights)
+            self._biases = None if biases is None else [np.asarray(b) for b in biases]
 
     def set_weights(self, rank, weights):
+        assert weights.b13 is None  # biases come with set_all_weights
         with on_cpu():
             own = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
         local = self.config.num_experts // self.num_ranks
@@ -335,6 +345,9 @@ class SimulatedRanks:
             here, matrix = expert == e, owner * local + e
             gate[here] = x[here] @ self._dense[0][matrix].T
             up[here] = x[here] @ self._dense[1][matrix].T
+            if self._biases is not None:
+                gate[here] += self._biases[0][matrix]
+                up[here] += self._biases[1][matrix]
         gate_up = jnp.concatenate([gate, up], axis=1)
         acts = reference.activate(gate_up, weight, config.activation)
         acts = self._damaged("swiglu", np.asarray(acts))
@@ -349,6 +362,8 @@ class SimulatedRanks:
         for e in np.unique(expert):
             here = expert == e
             out = acts[here] @ self._dense[2][owner * local + e].T
+            if self._biases is not None:
+                out += weight[here, None] * self._biases[2][owner * local + e]
             out = self._damaged("linear2", out)
             bits = native.float_to_bf16(out.reshape(-1)).reshape(out.shape)
             combine[source[here], slot[here] % config.top_k, token[here]] = bits

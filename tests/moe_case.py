@@ -34,6 +34,12 @@ class Case:
         self.topk_idx, self.topk_weights = jnp.asarray(idx), jnp.asarray(weights)
         self.weights = experts(config.num_experts, config.intermediate, config.hidden)
 
+    def add_biases(self, rng):
+        """Random biases of the sums' size, which no result can do without."""
+        e, i, h = self.config.num_experts, self.config.intermediate, self.config.hidden
+        b13, b2 = (jnp.asarray(rng.standard_normal((e, n), np.float32)) for n in (2 * i, h))
+        self.weights = dataclasses.replace(self.weights, b13=b13, b2=b2)
+
     def add_outliers(self):
         """Makes the granularity of x's scales decide y.
 
@@ -63,7 +69,10 @@ class Case:
         codes, sf = jmm.quantize.quantize_e4m3(self.by_rank(self.x), self.config.x_group)
         dense = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(self.weights)]
         idx, weights = (np.asarray(self.by_rank(a)) for a in self.operands[1:])
-        y = jmm.reference.staged_float64(codes, sf, idx, weights, *dense, self.config, num_tokens)
+        biases = jmm.expert_biases(self.weights)
+        y = jmm.reference.staged_float64(
+            codes, sf, idx, weights, *dense, self.config, num_tokens, biases=biases
+        )
         return y.reshape(self.x.shape)
 
     def check(self, y, num_tokens=None, fp8_sums=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -106,6 +107,19 @@ def test_the_rule_notices_what_is_missing(cases):
         case.check(moved, idx, w)
 
 
+def test_the_rule_notices_experts_without_their_biases(cases):
+    case = cases("gpt-oss", 1)
+    loaded = blocks.load(case.checkpoint, 1)
+    with open_block(case) as block:
+        idx, w = routed(case, block, loaded)
+        for name in ("b13", "b2"):
+            zeros = {name: np.zeros_like(getattr(loaded.experts, name))}
+            experts = dataclasses.replace(loaded.experts, **zeros)
+            y = block(case.x, block.shard(loaded._replace(experts=experts)))
+            with pytest.raises(AssertionError):
+                case.check(y, idx, w)
+
+
 def test_the_rule_notices_a_latent_without_its_norm(cases):
     case = cases("Kimi-K3", 1)
     loaded = blocks.load(case.checkpoint, 1)
@@ -179,7 +193,7 @@ def test_layers_of_a_model_share_a_block(cases):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 
-@pytest.mark.parametrize("name, layer", [("V4", 0), ("Kimi-K3", 1), ("Qwen2", 1)])
+@pytest.mark.parametrize("name, layer", [("V4", 0), ("Kimi-K3", 1), ("gpt-oss", 1), ("Qwen2", 1)])
 def test_padding_is_zero_and_reaches_nothing(name, layer, cases):
     case = cases(name, layer)
     mask = case.rng.random(TOKENS) < 0.6
@@ -224,6 +238,28 @@ def test_gradients_of_the_shared_expert_are_summed_over_devices(cases):
     # acts are rounded to BF16, and so are each device's part of the sum and sums of parts.
     bound = (2 + mesh.size) * 2.0**-8 * (np.abs(dy).T @ np.abs(acts))
     assert np.all(np.abs(got - dy.T @ acts) <= bound)
+
+
+def test_gradients_of_biases_are_summed_over_data(cases):
+    case = cases("gpt-oss", 1)
+    dy = np.random.default_rng(6).normal(size=case.x.shape).astype(ml_dtypes.bfloat16)
+    loaded = blocks.load(case.checkpoint, 1)
+    with open_block(case) as block:
+        idx, w = (np.asarray(a) for a in routed(case, block, loaded))
+        weights = block.shard(loaded)
+
+        def loss(b2):
+            experts = dataclasses.replace(weights.experts, b2=b2)
+            y = block(case.x, weights._replace(experts=experts))
+            return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
+
+        got = np.asarray(jax.jit(jax.grad(loss))(weights.experts.b2), np.float64)[:, :HIDDEN]
+    of_slots = w[..., None] * dy.astype(np.float64)[:, None]  # a row's weight times dy
+    want, size = np.zeros((2, EXPERTS, HIDDEN))
+    np.add.at(want, idx, of_slots)
+    np.add.at(size, idx, np.abs(of_slots))
+    # Rows are BF16, and their cotangents with them; sums are FP32.
+    assert np.all(np.abs(got - want) <= 2.0**-8 * size)
 
 
 def test_gradients_of_the_router_are_summed_over_devices(cases):
@@ -276,7 +312,8 @@ def test_export(cases):
 def test_load(name, layer, cases):
     case = cases(name, layer)
     weights = blocks.load(case.checkpoint, layer, **LOADED)
-    for field in ("w13", "w13_sf", "w2", "w2_sf"):
+    assert (weights.experts.b2 is None) == (case.family != "gpt_oss")
+    for field in ("w13", "w13_sf", "w2", "w2_sf", "b13", "b2"):
         want = getattr(rounded_experts(case.model.expected[layer]), field)
         np.testing.assert_array_equal(getattr(weights.experts, field), want)
     names = {"weight"} | ({"tid2eid"} if case.table is not None else set())
@@ -308,17 +345,14 @@ def test_a_part_of_the_experts(cases):
         ("V3", 1, routers.deepseek_v3(top_k=TOP_K, n_group=2, topk_group=1)),
         ("Kimi-K2", 1, routers.kimi_k2(top_k=TOP_K, routed_scaling_factor=2.5)),
         ("Kimi-K3", 1, routers.kimi_k3(top_k=TOP_K)),
+        ("gpt-oss", 1, routers.gpt_oss(top_k=TOP_K)),
+        ("gpt-oss original", 0, routers.gpt_oss(top_k=TOP_K)),
         ("Qwen3", 1, routers.qwen3_moe(top_k=TOP_K)),
         ("Qwen2", 1, routers.qwen3_moe(top_k=TOP_K, norm_topk_prob=False)),
     ],
 )
 def test_make_router(name, layer, want, cases):
     assert cases(name, layer).checkpoint.make_router() == want
-
-
-def test_router_of_gpt_oss(rng, tmp_path):
-    checkpoint = jmm.checkpoints.open(files.write(files.gpt_oss(rng), tmp_path))
-    assert checkpoint.make_router() == routers.gpt_oss(top_k=TOP_K)
 
 
 def changed(maker, tmp_path, **entries):
@@ -352,15 +386,6 @@ def test_a_config_that_describes_another_router(maker, entries, message, tmp_pat
         changed(maker, tmp_path, **entries).make_router()
 
 
-def test_a_family_without_a_block(tmp_path):
-    checkpoint = changed(files.gpt_oss, tmp_path)
-    message = r"family of .*got 'gpt_oss'; expected one of \('deepseek_v4', "
-    with pytest.raises(MegaMoEError, match=message):
-        blocks.MoEBlock.of(checkpoint, data_ep(), max_tokens_per_rank=8)
-    with pytest.raises(MegaMoEError, match=message):
-        blocks.load(checkpoint, 1)
-
-
 def test_kimi_k3_says_how_its_norm_is_regularised(tmp_path):
     checkpoint = changed(files.kimi_k3, tmp_path, rms_norm_eps=None)
     with pytest.raises(MegaMoEError, match="rms_norm_eps: got no such entry"):
@@ -384,6 +409,20 @@ def test_tables_that_cannot_be(tmp_path, rng):
     del model.tensors["layers.0.ffn.gate.bias"]
     checkpoint = jmm.checkpoints.open(files.write(model, tmp_path / "c"))
     assert blocks.load(checkpoint, 0).router["tid2eid"][3, 1] == -1
+
+
+@pytest.mark.parametrize("num_hash_layers, layer", [(0, 0), (2, 1)])
+def test_hash_layers_that_config_does_not_know(num_hash_layers, layer, tmp_path):
+    checkpoint = changed(files.deepseek_v4, tmp_path, num_hash_layers=num_hash_layers)
+    message = rf"router of layer {layer} .*tid2eid in the first {num_hash_layers} layers"
+    with pytest.raises(MegaMoEError, match=message):
+        blocks.load(checkpoint, layer)
+
+
+def test_a_config_without_a_word_about_hash_layers(tmp_path):
+    checkpoint = changed(files.deepseek_v4, tmp_path, num_hash_layers=None)
+    assert "tid2eid" in blocks.load(checkpoint, 0).router
+    assert "bias" in blocks.load(checkpoint, 1).router
 
 
 # Mistakes ----------------------------------------------------------------------------------------
@@ -512,4 +551,6 @@ def test_mistakes_of_the_constructor(placed):
         blocks.MoEBlock(case.config, routers.qwen3_moe(), data_ep())
     with pytest.raises(MegaMoEError, match=r"router: got function; expected a jax_megamoe.rout"):
         blocks.MoEBlock(case.config, routers.qwen3_moe, data_ep())
+    with pytest.raises(MegaMoEError, match=r"config: got dict; expected a jax_megamoe.MegaMoE"):
+        blocks.MoEBlock({}, routers.qwen3_moe(), data_ep())
     assert repr(placed[1]).startswith("MoEBlock(Router(top_k=2, scores='sqrtsoftplus'")

@@ -45,8 +45,17 @@ def make_class(case):
         "vocab_size": files.VOCAB,
         "num_hidden_layers": 2,
     }
-    from transformers.models import deepseek_v3, deepseek_v4, qwen2_moe, qwen3_moe
+    from transformers.models import deepseek_v3, deepseek_v4, gpt_oss, qwen2_moe, qwen3_moe
 
+    if case.family == "gpt_oss":
+        config = gpt_oss.GptOssConfig(
+            hidden_size=files.HIDDEN,
+            intermediate_size=files.INTER,
+            num_local_experts=files.EXPERTS,
+            num_experts_per_tok=files.TOP_K,
+            swiglu_limit=text["swiglu_limit"],
+        )
+        return with_weights(gpt_oss.modeling_gpt_oss.GptOssMLP(config), gpt_oss_state(case))
     if case.family == "deepseek_v4":
         config = deepseek_v4.DeepseekV4Config(
             **sizes,
@@ -94,6 +103,27 @@ def make_class(case):
     for role, matrix in case.shared.items():
         name = "shared_expert_gate" if role == "token_gate" else f"{shared}.{role}_proj"
         state[f"{name}.weight"] = wide(matrix)
+    return with_weights(module, state)
+
+
+def gpt_oss_state(case):
+    """Matrices there are transposed, and gate and up channels alternate."""
+    w_gate, w_up, w_down = (np.asarray(w) for w in jmm.dequantize_weights(case.experts))
+    b_gate, b_up, b_down = (np.asarray(b) for b in case.biases)
+    gate_up = np.stack([w_gate, w_up], axis=2).reshape(files.EXPERTS, -1, files.HIDDEN)
+    return {
+        "router.weight": wide(case.gate),
+        "router.bias": wide(case.bias),
+        "experts.gate_up_proj": wide(gate_up.swapaxes(1, 2)),
+        "experts.gate_up_proj_bias": wide(
+            np.stack([b_gate, b_up], axis=2).reshape(files.EXPERTS, -1)
+        ),
+        "experts.down_proj": wide(w_down.swapaxes(1, 2)),
+        "experts.down_proj_bias": wide(b_down),
+    }
+
+
+def with_weights(module, state):
     module = module.double()
     module.load_state_dict(state, strict=True)
     return module.eval()
@@ -108,7 +138,8 @@ def both(request, tmp_path_factory):
     x = wide(case.x.astype(np.float64))[None]
     ids = (torch.from_numpy(case.token_ids)[None],) if case.table is not None else ()
     with torch.no_grad():
-        _, weights, idx = module.gate(x, *ids)
+        router = module.router if case.family == "gpt_oss" else module.gate
+        _, weights, idx = router(x[0], *ids)
         y = module(x, *ids)
         y = y[0] if isinstance(y, tuple) else y
     return case, y[0].numpy(), idx.numpy(), weights.numpy()

@@ -115,15 +115,12 @@ def test_config_makes_a_layer(name, rng, tmp_path):
     model = make(name, rng)
     checkpoint = checkpoints.open(files.write(model, tmp_path))
     layer = model.layers[-1]
-    activation = jmm.swiglu(limit=10.0) if "V4" in name else jmm.swiglu()
-    if checkpoint.family == "kimi_k3":
-        activation = jmm.situ()
-    if checkpoint.family == "gpt_oss":
-        with pytest.raises(MegaMoEError, match="MegaMoE would compute something else"):
-            checkpoint.config(layer)
-        fields = checkpoint.config(layer, activation=activation)
-    else:
-        fields = checkpoint.config(layer)
+    activation = {
+        "deepseek_v4": jmm.swiglu(limit=10.0),
+        "kimi_k3": jmm.situ(4.0, 25.0),
+        "gpt_oss": jmm.gpt_oss_swiglu(1.702, 7.0),
+    }.get(checkpoint.family, jmm.swiglu())
+    fields = checkpoint.config(layer)
     assert jmm.MegaMoEConfig(**fields, max_tokens_per_rank=8) == jmm.MegaMoEConfig(
         num_experts=EXPERTS,
         top_k=TOP_K,
@@ -234,7 +231,7 @@ def test_a_shared_expert_in_fp32_comes_as_stored(rng, tmp_path):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_biases_are_kept_apart(name, rng, tmp_path):
+def test_biases_as_stored_and_in_the_weights(name, rng, tmp_path):
     model = make(name, rng)
     checkpoint = checkpoints.open(files.write(model, tmp_path, 2))
     layer = model.layers[-1]
@@ -246,6 +243,22 @@ def test_biases_are_kept_apart(name, rng, tmp_path):
     for role, bias in biases.items():
         assert bias.dtype == BF16
         np.testing.assert_array_equal(bias, model.expected[layer][f"{role}_bias"][[3, 1]])
+    weights = checkpoint.experts(layer, experts=[3, 1])
+    assert weights.b13.dtype == weights.b2.dtype == np.float32
+    for got, role in zip(jmm.expert_biases(weights), biases, strict=True):
+        np.testing.assert_array_equal(got, np.float32(biases[role]))
+
+
+def test_a_bias_that_is_no_number(rng, tmp_path):
+    model = make("gpt-oss", rng)
+    name = next(name for name in model.tensors if name.endswith("down_proj_bias"))
+    bad = model.tensors[name].copy()
+    bad[1, 3] = np.nan
+    model.tensors[name] = bad
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    with pytest.raises(MegaMoEError, match=rf"tensor {re.escape(name)}: got a NaN or an infinity"):
+        for layer in model.layers:
+            checkpoint.experts(layer)
 
 
 @pytest.mark.parametrize("name", ["V3", "gpt-oss", "V4"])
@@ -338,7 +351,7 @@ def test_bytes_of_other_experts_are_not_looked_at(name, rng, tmp_path, monkeypat
             continue
         if expert_of(tensor) == 2:
             wanted.add((tensor, start, stop))
-        elif tensor.endswith(("blocks", "scales")):
+        elif tensor.endswith(("blocks", "scales", "proj_bias", "mlp1_bias", "mlp2_bias")):
             part = (stop - start) // EXPERTS
             wanted.add((tensor, start + 2 * part, start + 3 * part))
     assert wanted and set(asked) == wanted

@@ -14,7 +14,7 @@ from jax_megamoe import _headers, symmetric
 from jax_megamoe._ffi import native
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.cli import bench, build_parser, compile, demo, info, main
-from jax_megamoe.config import MegaMoEConfig, swiglu
+from jax_megamoe.config import ACTIVATIONS, MegaMoEConfig, swiglu
 
 COMMANDS = ("demo", "info", "bench", "timeline", "compile")
 SMALL = ("--devices", "2", "--hidden", "256", "--intermediate", "128", "--experts", "8")
@@ -288,6 +288,24 @@ IGNORED = (
     "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain minimum "
     "register requirements."
 )
+
+
+def test_compile_lists_variants(monkeypatch, capsys):
+    """Three activations for every kernel, all with biases, and the compiler is told."""
+    seen = []
+
+    def outcomes(jobs, _):
+        seen.extend(jobs)
+        return [compile._Outcome(job, 1.0) for job in jobs]
+
+    monkeypatch.setattr(compile, "_outcomes", outcomes)
+    options = ("--granularity", "row", "--tile", "2", "--activation", "all", "--bias")
+    assert main(["compile", "--arch", "sm_90a", *options]) == 0
+    assert [job.activation for job in seen] == [f"{name}+bias" for name in ACTIVATIONS]
+    for number, job in enumerate(seen):
+        assert f"-DJMM_ACTIVATION={number}" in job.options and "-DJMM_BIAS=1" in job.options
+        assert job.name == f"granularity row, tile 2, {job.activation}"
+    assert "situ+bias" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,7 @@ def test_direct_use_of_the_target_is_checked(layer, good):
                 *(jnp.zeros((8, 2), jnp.float32), jnp.zeros((1,), jnp.int32)),
                 jax.lax.axis_index("ep").reshape(1),
                 *(jnp.zeros((2, 1, 1, 16), jnp.uint8),) * 4,
+                *(jnp.zeros(0),) * 2,
                 key=layer.buffer.key,
                 activation=np.int32(0),
                 activation_params=np.ones(4, np.float32),

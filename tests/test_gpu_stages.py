@@ -16,6 +16,7 @@ from gpu_case import (
     on_cpu,
     pools,
     routed,
+    with_bias_column,
     with_granularity,
 )
 from jax_megamoe import quantize, reference
@@ -93,6 +94,11 @@ class Expected:
         )
         x = np.asarray(quantize.dequantize_e4m3(self.codes, self.sf), np.float64)
         dense = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(case.weights)]
+        biases = jmm.expert_biases(case.weights)
+        self.has_biases = biases is not None
+        if biases is not None:
+            dense = [with_bias_column(*pair) for pair in zip(dense, biases, strict=True)]
+            x = with_bias_column(x, 1)
         self.w_down = dense[2]
         idx, keep = np.asarray(case.by_rank(case.topk_idx)), routed(case)
         self.weight = np.asarray(case.by_rank(case.topk_weights))
@@ -142,9 +148,12 @@ class Expected:
         value, silu, gate, up = self._activate(rows @ w_gate.T, rows @ w_up.T, weight)
         error = 1.1 * d_gate * (np.abs(up) + d_up) + np.abs(silu) * d_up
         error *= np.abs(weight)[:, None]
-        relative = np.abs(gate) * 2.0**-23 + 2 * 2.0**-22 + 4 * 2.0**-24
+        relative = self._relative(gate)
         error += relative * (np.abs(value) + error) + 2.0**-120
         return value - error, value + error
+
+    def _relative(self, gate):
+        return np.abs(gate) * 2.0**-23 + 2 * 2.0**-22 + 4 * 2.0**-24
 
 
 _cases = {}
@@ -254,6 +263,9 @@ def check_linear2(want, ranks, block_m):
     for rank in range(ranks.num_ranks):
         space, pool, slots = rows_of(want, ranks, rank, block_m)
         acts = space.l2_values()[pool.position]
+        if want.has_biases:
+            place = pool.source, slots // config.top_k, slots % config.top_k
+            acts = with_bias_column(acts, want.weight[place])
         got = np.stack(
             [
                 pushed[r][s % config.top_k, s // config.top_k]

@@ -30,6 +30,13 @@ bool linear1(const RankView& view, const Block& block, MathWorker& worker) {
                   view.args.w13 + first_panel * (k / 2) * kPanel,
                   view.args.w13_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
                   worker.accumulator.data(), worker.weights);
+  if (view.args.b13 != nullptr) {
+    const float* bias = view.args.b13 + (block.expert * items + block.n_block) * kL1ItemRows;
+    float* tile = worker.accumulator.data();
+    for (uint32_t m = 0; m < block.valid_m; ++m, tile += kL1ItemRows) {
+      for (uint32_t row = 0; row < kL1ItemRows; ++row) tile[row] += bias[row];
+    }
+  }
   return swiglu_epilogue(view, block, worker.accumulator.data());
 }
 

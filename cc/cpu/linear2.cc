@@ -30,6 +30,18 @@ bool linear2(const RankView& view, const Block& block, MathWorker& worker) {
                   view.args.w2 + first_panel * (k / 2) * kPanel,
                   view.args.w2_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
                   worker.accumulator.data(), worker.weights);
+  if (view.args.b2 != nullptr) {
+    const float* bias =
+        view.args.b2 + uint64_t{block.expert} * shape.hidden + uint64_t{block.n_block} * kBlockN;
+    const float* weights =
+        view.local<Region::l2_topk_weights>() + uint64_t{ring.slot} * shape.block_m;
+    for (uint32_t m = 0; m < block.valid_m; ++m) {
+      float* tile = worker.accumulator.data() + uint64_t{m} * kBlockN;
+      for (uint32_t column = 0; column < kBlockN; ++column) {
+        tile[column] += weights[m] * bias[column];
+      }
+    }
+  }
   add_release<Region::l2_empty>(view, view.rank, ring.slot, 1);
 
   const TokenSource* metadata =

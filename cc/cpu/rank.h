@@ -45,6 +45,8 @@ struct CallArgs {
   const uint8_t* w13_sf = nullptr;  // [E/R, 2I/16, H/32, 16] ue8m0
   const uint8_t* w2 = nullptr;      // [E/R, H/16, I/2, 16]
   const uint8_t* w2_sf = nullptr;   // [E/R, H/16, I/32, 16]
+  const float* b13 = nullptr;       // [E/R, 2I] in the order of w13's rows; null: no biases
+  const float* b2 = nullptr;        // [E/R, H]; null like b13
   Activation activation = Activation::kSwiglu;
   ActivationParams activation_params;
   // Elements that share one scale: 32, 128, or 0: all of x's row, and 128 of SwiGLU's output.

@@ -39,6 +39,10 @@ bool swiglu_epilogue(const RankView& view, const Block& block, const float* accu
     const float* tile = accumulator + uint64_t{m} * kL1ItemRows;
     float values[kColumns];
     activate_any(tile, weight, view.args.activation_params, values);
+    // Linear 2 weights its bias. The row's own place for the weight may be overwritten by then.
+    if (view.args.b2 != nullptr && block.n_block == 0) {
+      view.local<Region::l2_topk_weights>()[row] = weight;
+    }
     uint8_t* codes = view.local<Region::l2_acts>() + row * width + first_column;
     uint8_t* sf = view.local<Region::l2_acts_sf>() + (row * width + first_column) / kSfGroup;
     for (uint32_t first = 0; first < kColumns; first += group) {

@@ -117,8 +117,9 @@ GpuRanks::~GpuRanks() {
     gate_.leak();
     for (Rank& rank : ranks_) {
       for (DeviceMemory* memory :
-           {&rank.w13, &rank.w13_base, &rank.w2, &rank.w2_base, &rank.x, &rank.x_sf, &rank.topk_idx,
-            &rank.topk_weights, &rank.num_tokens, &rank.y, &rank.received, &rank.status}) {
+           {&rank.w13, &rank.w13_base, &rank.w2, &rank.w2_base, &rank.b13, &rank.b2, &rank.x,
+            &rank.x_sf, &rank.topk_idx, &rank.topk_weights, &rank.num_tokens, &rank.y,
+            &rank.received, &rank.status}) {
         memory->leak();
       }
     }
@@ -156,7 +157,7 @@ void GpuRanks::require(uint32_t rank) const {
 }
 
 void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostArray w2,
-                           HostArray w2_base) {
+                           HostArray w2_base, HostArray b13, HostArray b2) {
   require(r);
   const uint64_t e = shape_.num_local_experts(), h = shape_.hidden, i = shape_.intermediate;
   const uint64_t chunk = gpu::weight_chunk_bytes(granularity_);
@@ -165,6 +166,11 @@ void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostAr
   require_bytes(w13_base, e * 2 * i, "w13_base");
   require_bytes(w2, e * (h * i / area) * chunk, "w2");
   require_bytes(w2_base, e * h, "w2_base");
+  const bool bias = b13.data != nullptr || b2.data != nullptr;
+  if (bias) {
+    require_bytes(b13, e * 2 * i * sizeof(float), "b13");
+    require_bytes(b2, e * h * sizeof(float), "b2");
+  }
   Rank& rank = ranks_[r];
   const Device& device = group_->place(r).device;
   store(rank.w13, device, w13, "w13");
@@ -175,6 +181,12 @@ void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostAr
   rank.args.w13_base = rank.w13_base.ptr<uint8_t>();
   rank.args.w2 = rank.w2.ptr<uint8_t>();
   rank.args.w2_base = rank.w2_base.ptr<uint8_t>();
+  if (bias) {
+    store(rank.b13, device, b13, "b13");
+    store(rank.b2, device, b2, "b2");
+  }
+  rank.args.b13 = bias ? rank.b13.ptr<float>() : nullptr;
+  rank.args.b2 = bias ? rank.b2.ptr<float>() : nullptr;
   rank.has_weights = true;
 }
 
@@ -230,7 +242,8 @@ uint32_t GpuRanks::select_tile() const {
 }
 
 KernelVariant GpuRanks::variant(int32_t tile, Activation activation) const {
-  return {tile < 0 ? select_tile() : static_cast<uint32_t>(tile), activation};
+  return {tile < 0 ? select_tile() : static_cast<uint32_t>(tile), activation,
+          ranks_[0].args.b13 != nullptr};
 }
 
 void GpuRanks::prepare(int32_t tile, Activation activation) {
@@ -244,6 +257,13 @@ KernelVariant GpuRanks::begin(const LaunchOptions& options) {
     if (!ranks_[r].has_weights || !ranks_[r].has_inputs) {
       throw std::invalid_argument("jax_megamoe: rank " + std::to_string(r) +
                                   ": call set_weights and set_inputs for every rank first.");
+    }
+    if ((ranks_[r].args.b13 == nullptr) != (ranks_[0].args.b13 == nullptr)) {
+      throw std::invalid_argument("jax_megamoe: biases: got them on rank " +
+                                  std::to_string(ranks_[r].args.b13 == nullptr ? 0 : r) +
+                                  " and none on rank " +
+                                  std::to_string(ranks_[r].args.b13 == nullptr ? r : 0) +
+                                  "; expected them on all ranks or on none.");
     }
   }
   const KernelVariant kernel = variant(options.tile, options.activation);

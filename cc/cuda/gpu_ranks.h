@@ -46,14 +46,15 @@ class GpuRanks {
   const MoeShape& layout() const { return group_->layout(); }
   uint32_t num_ctas(uint32_t rank) const { return group_->place(rank).num_ctas; }
 
+  // b13 and b2: FP32, or not given. All ranks have biases or none has.
   void set_weights(uint32_t rank, HostArray w13, HostArray w13_base, HostArray w2,
-                   HostArray w2_base);
+                   HostArray w2_base, HostArray b13, HostArray b2);
   void set_inputs(uint32_t rank, uint32_t num_rows, HostArray x, HostArray x_sf, HostArray topk_idx,
                   bool topk_idx_is_64bit, HostArray topk_weights,
                   std::optional<int32_t> num_tokens);
 
   uint32_t select_tile() const;
-  // Compiles and loads; launch() does it too.
+  // Compiles and loads, for biases if rank 0 has them; launch() does it too.
   void prepare(int32_t tile, Activation activation);
 
   // Runs the call `repeats` times. Returns [repeats][num_ranks] microseconds on the GPU, NaN for a
@@ -76,7 +77,7 @@ class GpuRanks {
   struct Rank {
     CUstream stream = nullptr;
     CUevent start = nullptr, end = nullptr;
-    DeviceMemory w13, w13_base, w2, w2_base;
+    DeviceMemory w13, w13_base, w2, w2_base, b13, b2;
     DeviceMemory x, x_sf, topk_idx, topk_weights, num_tokens;
     DeviceMemory y, received, status;
     gpu::KernelArgs args{};

@@ -23,6 +23,7 @@ std::vector<std::string> KernelConfig::options() const {
           define("JMM_GRANULARITY", static_cast<uint32_t>(granularity)),
           define("JMM_TILE", variant.tile),
           define("JMM_ACTIVATION", static_cast<uint32_t>(variant.activation)),
+          define("JMM_BIAS", variant.bias ? 1 : 0),
           define("JMM_TRACE", trace ? 1 : 0)};
 }
 
@@ -52,7 +53,7 @@ Activation to_activation(uint32_t value) {
 
 std::string KernelVariant::text() const {
   return "tile " + std::to_string(tile) + ", activation " +
-         kActivationNames[static_cast<uint32_t>(activation)];
+         kActivationNames[static_cast<uint32_t>(activation)] + (bias ? ", biases" : ", no biases");
 }
 
 LoadedKernel::LoadedKernel(const Device& device, const std::string& cubin,

@@ -20,9 +20,10 @@ namespace jax_megamoe::cuda {
 struct KernelVariant {
   uint32_t tile = 0;  // of gpu::tile_config()
   Activation activation = Activation::kSwiglu;
+  bool bias = false;  // of both linears
 
   auto operator<=>(const KernelVariant&) const = default;
-  std::string text() const;  // "tile 3, activation situ"
+  std::string text() const;  // "tile 3, activation situ, no biases"
 };
 
 // What a kernel is specialised on. `layout` is gpu::layout_shape() of the layer's shape.

@@ -22,15 +22,18 @@ ffi::ErrorOr<std::unique_ptr<GpuCallSite>> instantiate(ffi::Dictionary attribute
   const auto key = attributes.get<std::string_view>("key");
   const auto tile = attributes.get<int32_t>("tile");
   const auto activation = attributes.get<int32_t>("activation");
-  if (!key.has_value() || !tile.has_value() || *tile < 0 || !activation.has_value()) {
+  const auto bias = attributes.get<bool>("bias");
+  if (!key.has_value() || !tile.has_value() || *tile < 0 || !activation.has_value() ||
+      !bias.has_value()) {
     return ffi::Unexpected(ffi::Error::InvalidArgument(
-        "jax_megamoe: custom call: got no attributes key, tile and activation; expected those that "
-        "jax_megamoe.MegaMoE passes. Call it instead of the target."));
+        "jax_megamoe: custom call: got no attributes key, tile, activation and bias; expected "
+        "those that jax_megamoe.MegaMoE passes. Call it instead of the target."));
   }
   auto site = std::make_unique<GpuCallSite>();
   try {
     const cuda::KernelVariant kernel = {static_cast<uint32_t>(*tile),
-                                        cuda::to_activation(static_cast<uint32_t>(*activation))};
+                                        cuda::to_activation(static_cast<uint32_t>(*activation)),
+                                        *bias};
     site->wish = std::make_unique<cuda::KernelWish>(std::string(*key), kernel);
   } catch (const std::exception& error) {
     return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, error.what()));
@@ -41,11 +44,12 @@ ffi::ErrorOr<std::unique_ptr<GpuCallSite>> instantiate(ffi::Dictionary attribute
 ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, void* stream,
                    std::string_view key, int32_t activation,
                    ffi::Span<const float> activation_params, int32_t granularity, double timeout_s,
-                   bool checked, int32_t tile, ffi::AnyBuffer x, ffi::AnyBuffer x_sf,
+                   bool checked, int32_t tile, bool bias, ffi::AnyBuffer x, ffi::AnyBuffer x_sf,
                    ffi::AnyBuffer topk_idx, ffi::AnyBuffer topk_weights, ffi::AnyBuffer num_tokens,
                    ffi::AnyBuffer ep_rank, ffi::AnyBuffer w13, ffi::AnyBuffer w13_sf,
-                   ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf, ffi::Result<ffi::AnyBuffer> y,
-                   ffi::Result<ffi::AnyBuffer> received, ffi::Result<ffi::AnyBuffer> status) {
+                   ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf, ffi::AnyBuffer b13, ffi::AnyBuffer b2,
+                   ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> received,
+                   ffi::Result<ffi::AnyBuffer> status) {
   const auto buffer = host::find_buffer_of<cuda::GpuBuffer>(std::string(key));
   if (buffer == nullptr) return no_buffer_error(key);
   const host::RankOfDevice* place = buffer->find_device(device_ordinal);
@@ -55,8 +59,9 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
   const int64_t h = shape.hidden, i = shape.intermediate, e = shape.num_local_experts();
   const int64_t rows = gpu::kWeightChunkRows, columns = gpu::kBlockK;
   const int64_t chunk = gpu::weight_chunk_bytes(buffer->granularity());
-  const Operands operands = {x,      x_sf, topk_idx, topk_weights, num_tokens, ep_rank, w13,
-                             w13_sf, w2,   w2_sf,    *y,           *received,  *status};
+  const Operands operands = {x,       x_sf, topk_idx, topk_weights, num_tokens,
+                             ep_rank, w13,  w13_sf,   w2,           w2_sf,
+                             b13,     b2,   *y,       *received,    *status};
   const WeightDims weights = {
       {e, 2 * i / rows, h / columns, chunk}, {e, 2 * i}, {e, h / rows, i / columns, chunk}, {e, h}};
   const Attributes attributes = {granularity, activation, activation_params};
@@ -80,7 +85,13 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
   args.checked = checked;
   args.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);
 
-  const cuda::KernelVariant kernel = {static_cast<uint32_t>(tile), attributes.to_activation()};
+  if (bias != operands.has_biases()) {
+    return ffi::Error::InvalidArgument(
+        "jax_megamoe: b13 and b2: got " + std::string(bias ? "none" : "biases") +
+        "; expected what attribute bias says. Call jax_megamoe.MegaMoE, which passes both.");
+  }
+  const cuda::KernelVariant kernel = {static_cast<uint32_t>(tile), attributes.to_activation(),
+                                      bias};
   try {
     bool captured = false;
     const cuda::LaunchResult result = buffer->launch(
@@ -124,6 +135,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeGpuExecute, jax_megamoe::ffi_api::execut
                                   .Attr<double>("timeout_s")
                                   .Attr<bool>("checked")
                                   .Attr<int32_t>("tile")
+                                  .Attr<bool>("bias")
                                   .Arg<ffi::AnyBuffer>()   // x
                                   .Arg<ffi::AnyBuffer>()   // x_sf
                                   .Arg<ffi::AnyBuffer>()   // topk_idx
@@ -134,6 +146,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeGpuExecute, jax_megamoe::ffi_api::execut
                                   .Arg<ffi::AnyBuffer>()   // w13_sf
                                   .Arg<ffi::AnyBuffer>()   // w2
                                   .Arg<ffi::AnyBuffer>()   // w2_sf
+                                  .Arg<ffi::AnyBuffer>()   // b13, [0]: no biases
+                                  .Arg<ffi::AnyBuffer>()   // b2
                                   .Ret<ffi::AnyBuffer>()   // y
                                   .Ret<ffi::AnyBuffer>()   // received
                                   .Ret<ffi::AnyBuffer>(),  // status

@@ -76,10 +76,11 @@ MoeShape gpu_shape(uint32_t num_ranks, uint32_t num_experts, uint32_t top_k, uin
 }
 
 std::vector<std::string> kernel_options(const MoeShape& layout, uint32_t granularity, uint32_t tile,
-                                        bool trace, uint32_t activation) {
+                                        bool trace, uint32_t activation, bool bias) {
   const gpu::Granularity g = cuda::to_granularity(granularity);
   if (tile >= gpu::num_tiles(g)) throw std::invalid_argument("jax_megamoe: no such tile");
-  return cuda::KernelConfig{layout, g, {tile, cuda::to_activation(activation)}, trace}.options();
+  return cuda::KernelConfig{layout, g, {tile, cuda::to_activation(activation), bias}, trace}
+      .options();
 }
 
 nb::list tiles(uint32_t granularity) {
@@ -136,12 +137,13 @@ void bind_gpu_ranks(nb::module_& m) {
       .def(
           "set_weights",
           [](GpuRanks& self, uint32_t rank, const HostBytes& w13, const HostBytes& w13_base,
-             const HostBytes& w2, const HostBytes& w2_base) {
+             const HostBytes& w2, const HostBytes& w2_base, const std::optional<HostBytes>& b13,
+             const std::optional<HostBytes>& b2) {
             nb::gil_scoped_release release;
             self.set_weights(rank, host_array(w13), host_array(w13_base), host_array(w2),
-                             host_array(w2_base));
+                             host_array(w2_base), host_array(b13), host_array(b2));
           },
-          "rank"_a, "w13"_a, "w13_base"_a, "w2"_a, "w2_base"_a,
+          "rank"_a, "w13"_a, "w13_base"_a, "w2"_a, "w2_base"_a, "b13"_a.none(), "b2"_a.none(),
           "This rank's E/R experts in the GPU layout.")
       .def(
           "set_inputs",
@@ -304,7 +306,7 @@ void bind_gpu(nb::module_& m) {
         "The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises "
         "ValueError for an invalid shape.");
   m.def("gpu_kernel_options", &kernel_options, "shape"_a, "granularity"_a, "tile"_a,
-        "trace"_a = false, "activation"_a = 0,
+        "trace"_a = false, "activation"_a = 0, "bias"_a = false,
         "The compiler's options for one kernel, without include directories.");
   m.def("gpu_tiles", &tiles, "granularity"_a, "The tile configurations, narrowest first.");
   m.def(

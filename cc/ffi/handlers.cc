@@ -37,8 +37,8 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
                     ffi::AnyBuffer x_sf, ffi::AnyBuffer topk_idx, ffi::AnyBuffer topk_weights,
                     ffi::AnyBuffer num_tokens, ffi::AnyBuffer ep_rank, ffi::AnyBuffer w13,
                     ffi::AnyBuffer w13_sf, ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf,
-                    ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> received,
-                    ffi::Result<ffi::AnyBuffer> status) {
+                    ffi::AnyBuffer b13, ffi::AnyBuffer b2, ffi::Result<ffi::AnyBuffer> y,
+                    ffi::Result<ffi::AnyBuffer> received, ffi::Result<ffi::AnyBuffer> status) {
   const auto buffer = host::find_buffer_of<host::CpuBuffer>(std::string(key));
   if (buffer == nullptr) return fail(no_buffer_error(key));
   const host::RankOfDevice* place = buffer->find_device(device_ordinal);
@@ -47,8 +47,9 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
   const MoeShape& shape = buffer->shape();
   const int64_t h = shape.hidden, i = shape.intermediate, e = shape.num_local_experts();
   const int64_t panel = cpu::kPanel, group = kSfGroup;
-  const Operands operands = {x,      x_sf, topk_idx, topk_weights, num_tokens, ep_rank, w13,
-                             w13_sf, w2,   w2_sf,    *y,           *received,  *status};
+  const Operands operands = {x,       x_sf, topk_idx, topk_weights, num_tokens,
+                             ep_rank, w13,  w13_sf,   w2,           w2_sf,
+                             b13,     b2,   *y,       *received,    *status};
   const WeightDims weights = {{e, 2 * i / panel, h / 2, panel},
                               {e, 2 * i / panel, h / group, panel},
                               {e, h / panel, i / 2, panel},
@@ -116,6 +117,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMegaMoeCpuExecute, jax_megamoe::ffi_api::execut
                                   .Arg<ffi::AnyBuffer>()    // w13_sf
                                   .Arg<ffi::AnyBuffer>()    // w2
                                   .Arg<ffi::AnyBuffer>()    // w2_sf
+                                  .Arg<ffi::AnyBuffer>()    // b13, [0]: no biases
+                                  .Arg<ffi::AnyBuffer>()    // b2
                                   .Ret<ffi::AnyBuffer>()    // y
                                   .Ret<ffi::AnyBuffer>()    // received
                                   .Ret<ffi::AnyBuffer>());  // status

@@ -70,6 +70,9 @@ ffi::Error check_operands(const Operands& o, const MoeShape& shape, const Weight
   const auto idx_type = o.has_64bit_idx() ? ffi::DataType::S64 : s32;
   const std::vector<int64_t> sf_dims =
       o.is_quantised() ? std::vector<int64_t>{rows, h / kSfGroup} : std::vector<int64_t>{0, 0};
+  using Dims = std::vector<int64_t>;
+  const Dims b13_dims = o.has_biases() ? Dims{e, 2 * int64_t{shape.intermediate}} : Dims{0};
+  const Dims b2_dims = o.has_biases() ? Dims{e, h} : Dims{0};
   for (const ffi::Error& error : {
            check_buffer("x", o.x, x_type, {rows, h}),
            check_buffer("x_sf", o.x_sf, u8, sf_dims),
@@ -82,6 +85,8 @@ ffi::Error check_operands(const Operands& o, const MoeShape& shape, const Weight
            check_buffer("w13_sf", o.w13_sf, u8, weights.w13_sf),
            check_buffer("w2", o.w2, u8, weights.w2),
            check_buffer("w2_sf", o.w2_sf, u8, weights.w2_sf),
+           check_buffer("b13", o.b13, ffi::DataType::F32, b13_dims),
+           check_buffer("b2", o.b2, ffi::DataType::F32, b2_dims),
            check_buffer("y", o.y, ffi::DataType::BF16, {rows, h}),
            check_buffer("received", o.received, s32, {e}),
            check_buffer("status", o.status, s32, {cpu::kNumStatusWords}),

@@ -20,12 +20,14 @@ struct Operands {
   ::xla::ffi::AnyBuffer num_tokens;    // int32 [1]; [0]: all rows
   ::xla::ffi::AnyBuffer ep_rank;       // int32 [1]
   ::xla::ffi::AnyBuffer w13, w13_sf, w2, w2_sf;
+  ::xla::ffi::AnyBuffer b13, b2;   // float32 [E/R, 2I] and [E/R, H]; [0]: no biases
   ::xla::ffi::AnyBuffer y;         // BF16 [rows, H]
   ::xla::ffi::AnyBuffer received;  // int32 [E/R]
   ::xla::ffi::AnyBuffer status;    // int32 [kNumStatusWords]
 
   int64_t rows() const;  // -1: x is not a matrix
   bool is_quantised() const { return x.element_type() == ::xla::ffi::DataType::U8; }
+  bool has_biases() const { return b13.element_count() != 0 || b2.element_count() != 0; }
   bool has_64bit_idx() const { return topk_idx.element_type() == ::xla::ffi::DataType::S64; }
 };
 
@@ -63,6 +65,8 @@ void fill_common(Args& args, const Operands& operands) {
   args.num_rows = static_cast<uint32_t>(operands.rows());
   args.w13 = static_cast<const uint8_t*>(in(operands.w13));
   args.w2 = static_cast<const uint8_t*>(in(operands.w2));
+  args.b13 = operands.has_biases() ? static_cast<const float*>(in(operands.b13)) : nullptr;
+  args.b2 = operands.has_biases() ? static_cast<const float*>(in(operands.b2)) : nullptr;
   args.y = static_cast<uint16_t*>(in(operands.y));
   args.received = static_cast<int32_t*>(in(operands.received));
   args.status = static_cast<int32_t*>(in(operands.status));

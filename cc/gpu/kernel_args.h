@@ -117,6 +117,10 @@ struct KernelArgs {
   // What the other activations are computed with; see set_activation_params.
   float gpt_oss_power;  // -alpha * log2(e)
   float situ_beta, situ_inverse_beta, situ_linear_beta, situ_inverse_linear_beta;
+
+  // Only with JMM_BIAS.
+  const float* b13;  // [E/R][2 * intermediate], in the order of w13's rows
+  const float* b2;   // [E/R][hidden]
 };
 
 inline constexpr float kLog2E = 1.44269504088896340736f;

@@ -51,6 +51,12 @@ class Linear2Item {
                           math_.warp * 16 + math_.lane / 4;
     const float scale[2] = {ue8m0_to_float(base[0]) * kWeightUnit,
                             ue8m0_to_float(base[8]) * kWeightUnit};
+#if JMM_BIAS
+    const float* row_bias = cta_.control->row_bias[slot_] + (base - cta_.control->row_base[slot_]);
+    const float bias[2] = {row_bias[0], row_bias[8]};
+    const uint32_t weights =
+        shared_address(cta_.control->token_weight[slot_]) + (math_.lane % 4) * 8;
+#endif
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
     const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
     const uint64_t* header = reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
@@ -70,8 +76,14 @@ class Linear2Item {
           if (4 * c >= N / 2) continue;
           uint2 unit = {0x3F800000u, 0x3F800000u};
           if constexpr (!kBf16) unit = ld_shared_v2(units + c * 32);
-          v[m] = cvt_bf16x2(acc[4 * c + 2 * high] * scale[high] * bits_float(unit.x),
-                            acc[4 * c + 2 * high + 1] * scale[high] * bits_float(unit.y));
+          float low_token = acc[4 * c + 2 * high] * scale[high] * bits_float(unit.x);
+          float high_token = acc[4 * c + 2 * high + 1] * scale[high] * bits_float(unit.y);
+#if JMM_BIAS
+          const uint2 weight = ld_shared_v2(weights + c * 32);
+          low_token += bias[high] * bits_float(weight.x);
+          high_token += bias[high] * bits_float(weight.y);
+#endif
+          v[m] = cvt_bf16x2(low_token, high_token);
         }
         const uint32_t matrix = math_.lane / 8;
         if constexpr (kSlab >= 16) {

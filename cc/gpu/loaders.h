@@ -216,6 +216,16 @@ JMM_DEVICE void load_acts(const Cta& cta, const Item& item, uint32_t slot, Stage
   }
 }
 
+#if JMM_BIAS
+// Biases of an item's weight rows, a multiple of 4 of them. One warp.
+JMM_DEVICE void load_bias(const Cta& cta, uint32_t slot, const float* from, uint32_t rows) {
+  for (uint32_t row = threadIdx.x % 32 * 4; row < rows; row += 128) {
+    *reinterpret_cast<float4*>(cta.control->row_bias[slot] + row) =
+        __ldg(reinterpret_cast<const float4*>(from + row));
+  }
+}
+#endif
+
 // What the epilogue needs, so that math does not wait for memory there. One warp; its writes are
 // visible with the item's first stage.
 JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
@@ -241,6 +251,9 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
     for (uint32_t row = lane * 8; row < kItemRows<Phase1>; row += 256) {
       *reinterpret_cast<uint2*>(base + row) = __ldg(reinterpret_cast<const uint2*>(from + row));
     }
+#if JMM_BIAS
+    load_bias(cta, slot, cta.args.b13 + (from - cta.args.w13_base), kItemRows<Phase1>);
+#endif
   } else {
     const TokenSource* sources =
         region<Region::token_src_metadata>(local) + uint64_t{item.pool_block} * kBlockM;
@@ -261,6 +274,15 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t slot) {
          row += 256) {
       *reinterpret_cast<uint2*>(base + row) = __ldg(reinterpret_cast<const uint2*>(from + row));
     }
+#if JMM_BIAS
+    load_bias(cta, slot, cta.args.b2 + (from - cta.args.w2_base),
+              min_of(kItemRows<Phase2>, Phase2::kRows - first));
+    const float* weights = region<Region::l2_topk_weights>(local) + item.slot * kBlockM;
+    for (uint32_t token = lane; token < kBlockM; token += 32) {
+      cta.control->token_weight[slot][token] =
+          token < item.valid_m ? __ldcg(weights + token) : 0.0f;
+    }
+#endif
   }
 }
 

@@ -143,6 +143,11 @@ struct SharedControl {
   alignas(16) uint32_t amax_part[kMathWarps][kBlockM / 2];  // two tokens a word
   // Reciprocals of the scales, FP32 bits, two tokens an entry; a copy for each independent group.
   alignas(16) uint2 reciprocal[kBf16 ? kTile.math_warpgroups : 1][kBlockM / 2];
+#if JMM_BIAS
+  // For an item's epilogue, too: the bias of each weight row; for linear 2, routing weights.
+  alignas(16) float row_bias[kItemSlots][256];
+  alignas(16) float token_weight[kItemSlots][kBlockM];
+#endif
 };
 inline constexpr uint32_t kControlBytes = ceil_div(uint32_t(sizeof(SharedControl)), 1024u) * 1024;
 inline constexpr uint32_t kStages =

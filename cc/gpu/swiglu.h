@@ -22,14 +22,15 @@ JMM_DEVICE float tanh_approx(float x) {
 }
 
 // activate() of protocol/activation.h. The exponential and the reciprocal are the hardware's
-// approximations, each within 2 units in the last place; docs/numerics.md has the bound.
-JMM_DEVICE float activate_approx(float gate, float up, float weight, const KernelArgs& args) {
+// approximations, each within 2 units in the last place; docs/numerics.md has the bound. `limit` is
+// that of `args`, which a thread reads once.
+JMM_DEVICE float activate_approx(float gate, float up, float weight, float limit,
+                                 const KernelArgs& args) {
   if constexpr (kActivation == Activation::kSitu) {
     const float bounded = args.situ_beta * tanh_approx(gate * args.situ_inverse_beta);
     const float linear = args.situ_linear_beta * tanh_approx(up * args.situ_inverse_linear_beta);
     return bounded * rcp_approx_ftz(1.0f + ex2_approx_ftz(-kLog2E * gate)) * linear * weight;
   } else {
-    const float limit = args.swiglu_limit;
     gate = min_nan(gate, limit);
     up = max_nan(min_nan(up, limit), -limit);
     constexpr bool kGptOss = kActivation == Activation::kGptOssSwiglu;
@@ -136,6 +137,13 @@ class SwigluItem {
         finish_fp8(pass, values, running);
       }
     }
+#if JMM_BIAS
+    // Linear 2 weights its bias. The row's own place for the weight may be overwritten by then.
+    if (item_.n == 0 && thread_ < item_.valid_m) {
+      region<Region::l2_topk_weights>(cta_.local())[item_.slot * kBlockM + thread_] =
+          bits_float(cta_.control->token_header[slot_][thread_].x);
+    }
+#endif
     fence_proxy_async_global();  // the copy engine reads what this thread has written
     named_barrier_sync(kBarrierMath, kMathThreads);
     if (thread_ == 0) {
@@ -156,6 +164,7 @@ class SwigluItem {
 
   JMM_DEVICE void activate(uint32_t pass, const float (&acc)[kBlocks][N / 2],
                            Values& values) const {
+    const float limit = cta_.args.swiglu_limit;
     const uint32_t q = math_.lane % 4;
     const uint32_t header = shared_address(cta_.control->token_header[slot_]) + q * 16;
     const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + q * 8;
@@ -165,6 +174,10 @@ class SwigluItem {
                             math_.warp * 16 + math_.lane / 4;
       const float gate_scale = ue8m0_to_float(base[0]) * kWeightUnit;
       const float up_scale = ue8m0_to_float(base[8]) * kWeightUnit;
+#if JMM_BIAS
+      const float* bias = cta_.control->row_bias[slot_] + (base - cta_.control->row_base[slot_]);
+      const float gate_bias = bias[0], up_bias = bias[8];
+#endif
 #pragma unroll
       for (uint32_t c = 0; c < kPacks; ++c) {
         const uint4 tokens = ld_shared_v4(header + c * 64);  // 8c + 2q and the next
@@ -179,7 +192,11 @@ class SwigluItem {
             gate *= token_unit[t];
             up *= token_unit[t];
           }
-          values[b][2 * c + t] = activate_approx(gate, up, weight[t], cta_.args);
+#if JMM_BIAS
+          gate += gate_bias;
+          up += up_bias;
+#endif
+          values[b][2 * c + t] = activate_approx(gate, up, weight[t], limit, cta_.args);
         }
       }
     }

@@ -49,7 +49,8 @@ enum class Lifetime : uint32_t {
   X(l2_acts_sf, uint8_t, "ue8m0", s.ring_rows(), s.intermediate / kSfGroup, 1, kData, "swiglu",    \
     "linear2")                                                                                     \
   X(combine, uint16_t, "bf16", s.top_k, s.max_tokens, s.hidden, kData, "peers' linear2",           \
-    "owner's combine")
+    "owner's combine")                                                                             \
+  X(l2_topk_weights, float, "f32", s.ring_rows(), 1, 1, kData, "swiglu", "linear2")
 
 // Where a pool row came from, and so where its result goes: combine[slot % K][slot / K] of `rank`.
 struct TokenSource {

@@ -61,6 +61,10 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
       gate += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row, j, h);
       up += double{dequantised[j]} * weight_at(owner.w13, owner.w13_sf, row + inter, j, h);
     }
+    if (args.b13 != nullptr) {
+      gate += owner.b13[row];
+      up += owner.b13[row + inter];
+    }
     activated[c] = static_cast<float>(activated_value(args, gate, up) * weight);
   }
   round_to_e4m3(activated, granularity == 0 ? 128 : granularity);
@@ -70,6 +74,7 @@ std::vector<double> expert_row(const MoeShape& shape, const Operands& owner, uin
       out[c] +=
           double{activated[j]} * weight_at(owner.w2, owner.w2_sf, size_t{expert} * h + c, j, inter);
     }
+    if (args.b2 != nullptr) out[c] += double{weight} * owner.b2[size_t{expert} * h + c];
   }
   return out;
 }
@@ -122,10 +127,15 @@ void run_shape(MoeShape shape, uint32_t workers, uint32_t granularity, Activatio
     }
     std::vector<CallArgs> args;
     for (Operands& o : ranks) args.push_back(args_of(o, shape));
-    for (CallArgs& a : args) {
+    for (size_t rank = 0; rank < args.size(); ++rank) {
+      CallArgs& a = args[rank];
       a.granularity = granularity;
       a.activation = activation;
       if (activation != Activation::kSwiglu) a.activation_params.limit = 7.0f;
+      if (routing % 2 == 1) {
+        a.b13 = ranks[rank].b13_cpu.data();
+        a.b2 = ranks[rank].b2.data();
+      }
     }
     const CallResult result = group.run(args, kTimeoutSeconds);
     CHECK(result.timeout.empty() && result.refusal.empty());

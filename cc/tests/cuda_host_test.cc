@@ -87,14 +87,17 @@ void barrier_kernel(const gpu::KernelArgs& args) {
 const cuda::Toolchain kToolchain = {"", "",
                                     [](const cuda::KernelConfig&) { return std::string("cubin"); }};
 
-void set_operands(GpuRanks& ranks, uint32_t num_rows) {
+// The first `biased` ranks get biases.
+void set_operands(GpuRanks& ranks, uint32_t num_rows, uint32_t biased = 0) {
   const uint64_t e = layout.num_local_experts(), h = layout.hidden, i = layout.intermediate;
   const uint64_t chunk = gpu::weight_chunk_bytes(gpu::Granularity::k128);
   const std::vector<uint8_t> bytes(e * 2 * i * h + h * 64);
   const auto part = [&](uint64_t size) { return cuda::HostArray{bytes.data(), size}; };
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     ranks.set_weights(rank, part(e * 2 * i * h / (128 * 128) * chunk), part(e * 2 * i),
-                      part(e * i * h / (128 * 128) * chunk), part(e * h));
+                      part(e * i * h / (128 * 128) * chunk), part(e * h),
+                      rank < biased ? part(e * 2 * i * 4) : cuda::HostArray{},
+                      rank < biased ? part(e * h * 4) : cuda::HostArray{});
     ranks.set_inputs(rank, num_rows, part(num_rows * h * 2), {}, part(num_rows * layout.top_k * 4),
                      false, part(num_rows * layout.top_k * 4), std::nullopt);
   }
@@ -141,6 +144,16 @@ void test_ranks() {
     options.gate = false;
     CHECK(ranks.launch(options, 2, false).size() == 2 * kRanks);
     CHECK(ranks.failure(1).empty());
+  }
+  // Biases on all ranks, or on none.
+  set_operands(ranks, 4, kRanks);
+  ranks.launch(options, 1, false);
+  set_operands(ranks, 4, 1);
+  try {
+    ranks.launch(options, 1, false);
+    CHECK(false);
+  } catch (const std::invalid_argument& error) {
+    CHECK(contains(error.what(), "biases: got them on rank 0 and none on rank 1"));
   }
 }
 
@@ -245,10 +258,10 @@ void test_buffer() {
     CHECK(program.launch(0, 20, {1}).status == CallStatus::kUnavailable);
 
     // Kernels of another activation are loaded on top, by whoever wishes for them.
-    const cuda::KernelVariant situ = {0, Activation::kSitu};
+    const cuda::KernelVariant situ = {0, Activation::kSitu, true};
     const auto missing = program.launch(0, 20, situ);
     CHECK(missing.status == CallStatus::kUnavailable);
-    CHECK(contains(missing.message, "no kernel with tile 0, activation situ"));
+    CHECK(contains(missing.message, "no kernel with tile 0, activation situ, biases"));
     const cuda::KernelWish other(key, situ);
     CHECK(fake::loads == loads + static_cast<int>(kRanks));
     for (uint32_t rank = 0; rank < kRanks; ++rank) {

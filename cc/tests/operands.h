@@ -17,6 +17,8 @@ struct Operands {
   std::vector<float> topk_weights;
   std::vector<uint8_t> w13, w13_sf, w2, w2_sf;  // canonical: rows [out][in/2], all local experts
   std::vector<uint8_t> w13_cpu, w13_sf_cpu, w2_cpu, w2_sf_cpu;
+  std::vector<float> b13, b2;  // canonical: [E/R][2I] gate rows first, [E/R][H]
+  std::vector<float> b13_cpu;
   std::vector<uint16_t> y;
   std::vector<int32_t> received, status;
   int32_t num_tokens;
@@ -35,9 +37,9 @@ inline std::vector<uint8_t> to_panels(const std::vector<uint8_t>& rows, uint32_t
   return panels;
 }
 
-inline std::vector<uint8_t> interleave(const std::vector<uint8_t>& rows, uint32_t num_rows,
-                                       uint32_t columns) {
-  std::vector<uint8_t> out(rows.size());
+template <class T>
+std::vector<T> interleave(const std::vector<T>& rows, uint32_t num_rows, uint32_t columns) {
+  std::vector<T> out(rows.size());
   const uint32_t half = num_rows / 2;
   for (size_t i = 0; i < rows.size(); ++i) {
     const size_t column = i % columns;
@@ -82,6 +84,9 @@ inline Operands make_operands(const MoeShape& shape, std::mt19937& rng, uint32_t
   o.w13_sf_cpu = to_panels(interleave(o.w13_sf, 2 * i, h / kSfGroup), 2 * i, h / kSfGroup);
   o.w2_cpu = to_panels(o.w2, h, i / 2);
   o.w2_sf_cpu = to_panels(o.w2_sf, h, i / kSfGroup);
+  for (size_t row = 0; row < experts * 2 * i; ++row) o.b13.push_back(normal(rng));
+  for (size_t row = 0; row < experts * h; ++row) o.b2.push_back(normal(rng));
+  o.b13_cpu = interleave(o.b13, 2 * i, 1);
   o.y.assign(size_t{num_rows} * h, 0xFFFF);
   o.received.assign(experts, -1);
   o.status.assign(kNumStatusWords, -1);

@@ -1,4 +1,4 @@
-"""Expert weights of published models, from local directories of safetensors files.
+"""MoE weights of published models, from local directories of safetensors files.
 
 MXFP4 experts load bit for bit. Other formats have no exact FP4 form: they are refused, unless
 `requantize=True` asks for rounding. Names, formats and what is exact: docs/checkpoints.md.

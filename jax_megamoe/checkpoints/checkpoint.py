@@ -141,10 +141,9 @@ class Checkpoint:
 
     @property
     def activation(self) -> dict[str, Any]:
-        """The experts' activation: "kind" and its parameters, see docs/checkpoints.md.
+        """The experts' activation: fields of `Activation`, see docs/checkpoints.md.
 
-        "swiglu" with "limit", "gpt_oss_swiglu" with "limit" and "alpha", "situ" with "beta" and
-        "linear_beta": the fields of an `Activation`. Or config.json's own word, which is none.
+        If "kind" is config.json's own word, `MegaMoE` does not compute it.
         """
         return self._family.activation(self.model_config)
 
@@ -165,10 +164,10 @@ class Checkpoint:
         if activation is None:
             own = self.activation
             check(
-                own["kind"] in ACTIVATIONS and self.family != "gpt_oss",
+                own["kind"] in ACTIVATIONS,
                 f"activation of {self.path}",
                 got=own,
-                want=f"one of {tuple(ACTIVATIONS)}, and no biases",
+                want=f"one of {tuple(ACTIVATIONS)}",
                 remedy="MegaMoE would compute something else than the model does; for the shapes "
                 "alone, pass activation=jax_megamoe.swiglu()",
             )
@@ -209,7 +208,7 @@ class Checkpoint:
 
         Returns:
           `ExpertWeights` of E = len(experts), H = hidden, I = intermediate of `config`. Gate rows
-          come first, then up rows, whatever the order in the file.
+          come first, then up rows, whatever the order in the file. gpt-oss's have biases, in FP32.
 
         Raises:
           MegaMoEError: weights that have no exact MXFP4 form, unless `requantize`; a tensor that
@@ -263,12 +262,20 @@ class Checkpoint:
             if progress is True:
                 error = self.relative_errors[layer]
                 print(f"layer {layer}, relative error: {error}", file=sys.stderr)
-        return ExpertWeights(w13, w13_sf, w2, w2_sf)  # type: ignore[arg-type]  # host arrays
+        bias: dict[str, Any] = {}
+        stored_biases = self.biases(layer, ids)
+        if stored_biases:
+            b = {role: array.astype(np.float32) for role, array in stored_biases.items()}
+            bias = {"b13": np.concatenate([b["gate"], b["up"]], axis=1), "b2": b["down"]}
+        return ExpertWeights(w13, w13_sf, w2, w2_sf, **bias)  # type: ignore[arg-type]  # host arrays
 
     def biases(self, layer: int, experts: Sequence[int] | None = None) -> dict[str, np.ndarray]:
         """gpt-oss: "gate" [E, I], "up" [E, I], "down" [E, H], as stored. Other families: empty.
 
-        `MegaMoE` has no biases; these are for code of your own.
+        `experts` has them too, in FP32.
+
+        Raises:
+          MegaMoEError: as `experts`.
         """
         names = self._complete(layer)
         ids = self._ids(experts)
@@ -280,6 +287,13 @@ class Checkpoint:
             self._check_tensor(name, ("BF16", "F32"), (self._num_experts, width))
             dtype = DTYPES[self._tensor(name).dtype]
             rows = np.stack([self._bytes(name, i) for i in ids]).view(dtype)
+            check(
+                bool(np.isfinite(rows.astype(np.float32)).all()),
+                f"tensor {name}",
+                got="a NaN or an infinity",
+                want="finite biases",
+                remedy=AGAIN,
+            )
             if role == "down":
                 result["down"] = rows
             else:

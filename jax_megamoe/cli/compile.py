@@ -40,7 +40,9 @@ def add_parser(commands: Any) -> Any:
         "or needs local memory beyond the accepted bytes.\ncpu has nothing to compile; sm_100a is "
         "refused with exit code 2.",
         "compile --arch sm_90a --preset flash --granularity 128 --jobs 2\n"
-        "      all tiles of a DeepSeek-V4-Flash layer with FP8 tensor cores, two at a time",
+        "      all tiles of a DeepSeek-V4-Flash layer with FP8 tensor cores, two at a time\n"
+        "  python -m jax_megamoe compile --arch sm_90a --activation gpt_oss_swiglu --bias\n"
+        "      kernels of the same shape with what stands between gpt-oss's linears",
     )
     option = parser.add_argument
     option("--arch", choices=ARCHITECTURES, required=True, help="what to compile for")
@@ -57,6 +59,7 @@ def add_parser(commands: Any) -> Any:
         default="swiglu",
         help="what the kernels are compiled for (default swiglu)",
     )
+    option("--bias", action="store_true", help="kernels for experts with biases")
     info.add_shape_options(parser)
     option("--jobs", type=int, default=1, metavar="N", help="kernels at a time (default 1)")
     option(
@@ -73,7 +76,7 @@ class _Job:
     """One kernel to compile. `options` go to the compiler."""
 
     granularity: str
-    activation: str
+    activation: str  # with "+bias" if experts have biases
     tile: int
     block_m: int
     options: tuple[str, ...]
@@ -156,8 +159,12 @@ def _jobs(args) -> list[_Job]:
         for tile, row in enumerate(tiles):
             if args.tile in ("all", str(tile)):
                 kind = native.ACTIVATIONS.index(activation)
-                options = tuple(native.gpu_kernel_options(layout, number, tile, activation=kind))
-                jobs.append(_Job(name, activation, tile, row["block_m"], options, include, nvrtc))
+                options = native.gpu_kernel_options(
+                    layout, number, tile, activation=kind, bias=args.bias
+                )
+                label = f"{activation}+bias" if args.bias else activation
+                kernel = (tile, row["block_m"], tuple(options))
+                jobs.append(_Job(name, label, *kernel, include, nvrtc))
     check(
         bool(jobs),
         "--tile",
