@@ -60,14 +60,14 @@ JMM_DEVICE bool aborted(const Cta& cta) {
 // Waits until load() has reached `wanted`. One thread. False: the call is aborted.
 template <class Load>
 JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index, uint64_t wanted,
-                          const Load& load) {
+                          uint64_t timeout_ns, const Load& load) {
   const uint64_t start = globaltimer_ns();
   for (uint32_t round = 1;; ++round) {
     const uint64_t seen = load();
     if (reached(seen, wanted)) return true;
     if (round % 64 != 0) continue;
     if (aborted(cta)) return false;
-    if (globaltimer_ns() - start > cta.args.timeout_ns) {
+    if (globaltimer_ns() - start > timeout_ns) {
       record_failure(cta, FailureKind::kTimeout, region, index, wanted, seen);
       return false;
     }
@@ -86,10 +86,15 @@ struct LoadSys64 {
 // Waits until element `index` of this rank's region R reaches `wanted`; acquires what its writer
 // released. One thread.
 template <Region R, class Load>
-JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted) {
+JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted,
+                              uint64_t timeout_ns) {
   const Load load = {region<R>(cta.local()) + index};
   if (reached(load(), wanted)) return true;
-  return wait_slow(cta, static_cast<uint32_t>(R), index, wanted, load);
+  return wait_slow(cta, static_cast<uint32_t>(R), index, wanted, timeout_ns, load);
+}
+template <Region R, class Load>
+JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted) {
+  return wait_at_least<R, Load>(cta, index, wanted, cta.args.timeout_ns);
 }
 
 // Waits for a phase of an mbarrier. Any number of threads. After an abort it returns at once, so
@@ -147,10 +152,15 @@ inline constexpr uint32_t kCallBarriers = 3;
 JMM_DEVICE void arrive_call_barrier(const Cta& cta, uint32_t barriers = 1) {
   add_release_sys<Region::grid_barrier>(cta, 0, barriers);
 }
+// Everything that hangs keeps the results from being complete, and who has no work waits for them
+// from the start. These waits give up later, so that the report is about one nearer to the cause.
+JMM_DEVICE uint64_t timeout_of(const Cta& cta, CallBarrier nth) {
+  return cta.args.timeout_ns + (nth == kResultsPushed ? cta.args.timeout_ns / 8 : 0);
+}
 // One thread.
 JMM_DEVICE bool wait_grid(const Cta& cta, CallBarrier nth) {
   return wait_at_least<Region::grid_barrier, LoadSys64>(
-      cta, 0, (cta.epoch * kCallBarriers + nth) * gridDim.x);
+      cta, 0, (cta.epoch * kCallBarriers + nth) * gridDim.x, timeout_of(cta, nth));
 }
 // One whole warp of CTA 0.
 JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
@@ -176,8 +186,8 @@ JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
     if (lane == 0) arrived = wait_grid(cta, nth);
   } else {
     for (uint32_t peer = lane; peer < kRanks; peer += 32) {
-      arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(cta, peer,
-                                                                cta.epoch * kCallBarriers + nth);
+      arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(
+          cta, peer, cta.epoch * kCallBarriers + nth, timeout_of(cta, nth));
     }
   }
   return __all_sync(~0u, arrived);
