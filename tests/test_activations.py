@@ -201,20 +201,20 @@ def test_layer_meets_the_error_rule(results, kind, biased, granularity):
         assert np.linalg.norm(np.float64(results[*other, granularity][1]) - truth) > 4 * limit
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", [32, 128])  # those of SwiGLU's output
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_unfused_agrees(results, kind, biased, granularity):
     """One unit of BF16 more than the error rule, as docs/numerics.md says of the unfused layer."""
     case, _, truth, plain = results[kind, biased, granularity]
-    for gemm in ("blocked", "ragged_dot"):
+    limit = 2 * np.linalg.norm(plain - truth) + 2.0**-8 * np.linalg.norm(truth)
+    wide = unfused.widen_weights(case.weights)
+    for gemm, weights in (("blocked", case.weights), ("ragged_dot", wide)):
         layer = functools.partial(
             unfused.mega_moe, config=case.config, mesh=mesh_of(RANKS), axis="ep", gemm=gemm
         )
-        for weights in (case.weights, unfused.widen_weights(case.weights)):
-            y = np.asarray(jax.jit(layer)(*case.operands, weights), np.float64)
-            limit = 2 * np.linalg.norm(plain - truth) + 2.0**-8 * np.linalg.norm(truth)
-            assert np.linalg.norm(y - truth) <= limit
+        y = np.asarray(jax.jit(layer)(*case.operands, weights), np.float64)
+        assert np.linalg.norm(y - truth) <= limit
 
 
 @pytest.mark.parametrize("transport", ["all_to_all", "all_gather"])
@@ -387,7 +387,8 @@ def test_zero_weights_leave_the_weighted_bias_alone():
     want = np.where((idx >= 0)[..., None], p[..., None] * np.asarray(b2)[idx], 0).sum(axis=1)
     assert want.any()
     np.testing.assert_array_equal(np.asarray(y, np.float32), want)
-    unfused_y = unfused.mega_moe(*case.operands, case.weights, case.config, mesh_of(RANKS), "ep")
+    plain = functools.partial(unfused.mega_moe, config=case.config, mesh=mesh_of(RANKS), axis="ep")
+    unfused_y = jax.jit(plain)(*case.operands, case.weights)
     np.testing.assert_array_equal(np.asarray(unfused_y, np.float32), want)
 
 
