@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_gpu_layer import gpu_mesh
 
 import checkpoint_files as files
 import jax_megamoe as jmm
 from block_case import CASES, BlockCase, rounded_experts
 from checkpoint_files import EXPERTS, HIDDEN, TOP_K, VOCAB
+from gpu_case import on_cpu
 from jax_megamoe import blocks, routers
 from jax_megamoe.errors import MegaMoEError
 from router_oracle import assert_routes
@@ -83,6 +85,24 @@ def test_block(name, layer, cases):
         case.check(y, idx, w)
     load = np.bincount(np.asarray(idx).ravel(), minlength=EXPERTS)
     np.testing.assert_array_equal(stats.tokens_per_expert, load)
+
+
+@pytest.mark.parametrize(
+    "num_ranks",
+    [pytest.param(1, marks=pytest.mark.gpu), pytest.param(2, marks=pytest.mark.multi_gpu)],
+)
+@pytest.mark.parametrize("name, layer", CASES)
+def test_block_on_gpus(name, layer, num_ranks, cases):
+    """Router and shared expert are computed there as well; a product in TF32 would be noticed."""
+    with on_cpu():
+        case = cases(name, layer)
+        loaded = blocks.load(case.checkpoint, layer, **LOADED)
+    with open_block(case, gpu_mesh(num_ranks)) as block:
+        assert block.layer.backend == "sm_90a"
+        y = jax.jit(block)(case.x, block.shard(loaded), token_ids=case.token_ids)
+        idx, w = routed(case, block, loaded)
+    with on_cpu():
+        case.check(y, np.asarray(idx), np.asarray(w))
 
 
 def test_the_rule_notices_what_is_missing(cases):

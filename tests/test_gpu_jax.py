@@ -117,15 +117,14 @@ def test_collectives_between_calls(setup, place, chained):
 
     def body(x, idx, p, w):
         wide = x.astype(jnp.float32)
-        total = jax.lax.psum(wide, "ep")
-        ys = []
+        total, ys = jax.lax.psum(wide, "ep"), []
         for turn in range(3):
-            ys.append(one.layer.local(x, jnp.roll(idx, turn, axis=0), p, w))
-            # Zero, but XLA cannot know: y may hold a NaN.
-            after = 0 * ys[-1].astype(jnp.float32) if chained else 0
-            total += jax.lax.psum(wide * (turn + 1) + after, "ep")
             if chained:
                 x += (0 * total).astype(x.dtype)
+            ys.append(one.layer.local(x, jnp.roll(idx, turn, axis=0), p, w))
+            # Zero, but XLA cannot know that: numbers may be a NaN.
+            after = 0 * ys[-1].astype(jnp.float32) if chained else 0
+            total += jax.lax.psum(wide * (turn + 1) + after, "ep")
         gathered = jax.lax.all_gather(ys[-1], "ep", axis=0, tiled=True)
         return jnp.stack(ys), total, gathered[: x.shape[0]]
 
