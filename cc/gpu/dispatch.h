@@ -192,9 +192,9 @@ class RowScales {
     }
   }
   JMM_DEVICE void store(const Cta& cta, uint32_t slot, uint32_t row) const {
-    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
-                                         slot * (kScales * kBlockM * 4)) +
-                row;
+    float* to =
+        reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) + slot * kBlockBytes) +
+        row;
 #pragma unroll
     for (uint32_t i = 0; i < kPerLane; ++i) {
       const uint32_t scale = lane() + 32 * i;
@@ -207,6 +207,9 @@ class RowScales {
   static constexpr uint32_t kScales = kBf16                               ? 0
                                       : kGranularity == Granularity::kRow ? 1
                                                                           : kKBlocks<Phase1>;
+  static constexpr uint32_t kBlockBytes = kScales * kBlockM * 4;  // of a ring block
+  static_assert(kGranularity != Granularity::k128 || kBlockBytes == kRingScaleBytes<Phase1>);
+  static_assert(uint64_t{kBlockBytes} * kShape.ring_blocks <= ~0u, "offsets are 32-bit");
   static constexpr uint32_t kPerLane = ceil_div(max_of(kScales, 1u), 32u);
   JMM_DEVICE static uint32_t lane() { return threadIdx.x % 32; }
   uint8_t bytes_[kPerLane];
@@ -255,8 +258,9 @@ JMM_DEVICE void copy_row(const uint8_t* codes, const uint8_t* scales, uint8_t* t
   }
 }
 
-// Brings one row into the ring. All its loads are issued before any of their values is needed: a
-// row costs about two round trips to its rank. One warp. False: the call is aborted.
+// Brings one row into the ring. Weight and scales are asked for before the codes, and used after
+// them, so that a row waits for its rank once per batch of codes and no more. One warp. False: the
+// call is aborted.
 JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
   const uint32_t lane = threadIdx.x % 32;
   if (from.ring.lap > 0) {
