@@ -183,7 +183,7 @@ class GpuRanks:
     def prepare(self, tile: int, activation: int) -> None:
         """Compiles and loads a kernel."""
 
-    def launch(self, tile: int, repeats: int, flush_l2: bool, timeout_s: float, checked: bool, activation: int, activation_params: Sequence[float], skip_rank: int, fault_rank: int, fault_region: str, gate: bool) -> list[float]:
+    def launch(self, tile: int, repeats: int, flush_l2: bool, timeout_s: float, checked: bool, activation: int, activation_params: Sequence[float], skip_rank: int, fault_rank: int, fault_region: str, gate: bool, hold: tuple[int, int]) -> list[float]:
         """Microseconds of every rank in every repeat, flat."""
 
     def launch_burst(self, tile: int, calls: int, timeout_s: float, checked: bool, activation: int, activation_params: Sequence[float]) -> float:

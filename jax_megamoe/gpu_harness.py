@@ -72,6 +72,7 @@ class GpuRanks:
         # other's turn. Read when the driver starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.config = config
+        self.devices = tuple(devices)
         self.num_ranks = len(devices)
         self.granularity = granularity_number(config)
         self.shape = moe_shape(config, self.num_ranks, "sm_90a")
@@ -164,6 +165,7 @@ class GpuRanks:
         skip_rank: int | None = None,
         fault: tuple[int, str] | None = None,
         gate: bool = True,
+        hold: tuple[int, int] | None = None,
         expect_failure: bool = False,
     ) -> np.ndarray:
         """Runs the call, `repeats` times one after the other.
@@ -177,6 +179,8 @@ class GpuRanks:
           fault: (rank, region): that rank's next signal to a counter of the region is lost.
           gate: all ranks' streams wait for one word in memory before each call, so that ranks
             start together; without it they start as they are launched.
+          hold: (GPU, number): so many of its SMs run another kernel from before each call until all
+            ranks' kernels have ended, as if a collective waited there for another GPU.
           expect_failure: return when a rank reports a failure, instead of raising; see `failure`.
 
         Returns:
@@ -199,6 +203,7 @@ class GpuRanks:
             fault_rank,
             region,
             gate,
+            (-1, 0) if hold is None else hold,
         )
         if not expect_failure:
             self._raise_failures()

@@ -16,22 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Reading more than the L2 holds replaces what is in it; writing would leave dirty lines that the
-// timed call has to evict.
-constexpr size_t kFlushBytes = size_t{256} << 20;
-constexpr uint32_t kFlushThreads = 256;
-constexpr const char* kFlushSource = R"(
-extern "C" __global__ void jmm_read_all(const uint4* data, unsigned long long size, unsigned* sink) {
-  unsigned sum = 0;
-  for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < size;
-       i += gridDim.x * blockDim.x) {
-    const uint4 value = data[i];
-    sum += value.x ^ value.y ^ value.z ^ value.w;
-  }
-  if (sum == 0x9e3779b9u) *sink = sum;  // keeps the loads
-}
-)";
-
 // Time a failed call may need beyond its waits: every role finishes what it is doing.
 constexpr double kEndSlack = 5;
 
@@ -123,24 +107,14 @@ GpuRanks::~GpuRanks() {
         memory->leak();
       }
     }
-    for (Flush& flush : flush_) {
-      flush.data.leak();
-      flush.sink.leak();
-    }
+    for (const auto& flush : flushes_) flush->leak();
+    if (holder_ != nullptr) holder_->leak();
     return;
   }
   for (const Rank& rank : ranks_) {
     if (rank.stream != nullptr) driver().stream_destroy(rank.stream);
     if (rank.start != nullptr) driver().event_destroy(rank.start);
     if (rank.end != nullptr) driver().event_destroy(rank.end);
-  }
-  for (const Flush& flush : flush_) {
-    CUcontext previous = nullptr;
-    driver().ctx_get_current(&previous);
-    if (driver().ctx_set_current(flush.device.context) == kSuccess && flush.module != nullptr) {
-      driver().module_unload(flush.module);
-    }
-    driver().ctx_set_current(previous);
   }
 }
 
@@ -293,37 +267,38 @@ void GpuRanks::launch_rank(uint32_t r, const KernelVariant& kernel) const {
 }
 
 void GpuRanks::flush_l2() {
-  if (flush_.empty()) {
-    const CompiledKernel compiled = compile(
-        kFlushSource, "", {"--gpu-architecture=sm_90a", "-std=c++20"}, toolchain_.nvrtc_path);
-    std::vector<Flush> prepared;
+  if (flushes_.empty()) {
+    std::vector<std::unique_ptr<L2Flush>> prepared;
     for (const Device& device : devices_) {
-      Flush& flush = prepared.emplace_back();
-      flush.device = device;
-      flush.data = DeviceMemory(device, kFlushBytes, "memory that flushes the L2");
-      flush.data.fill(0);
-      flush.sink = DeviceMemory(device, 256, "sink");
-      const ScopedContext scope(device);
-      check(driver().module_load_data(&flush.module, compiled.cubin.data()), "cuModuleLoadData");
-      check(driver().module_get_function(&flush.function, flush.module, "jmm_read_all"),
-            "cuModuleGetFunction");
+      prepared.push_back(std::make_unique<L2Flush>(device, toolchain_.nvrtc_path));
     }
-    flush_ = std::move(prepared);
+    flushes_ = std::move(prepared);
   }
-  for (Flush& flush : flush_) {
-    const ScopedContext scope(flush.device);
+  for (const auto& flush : flushes_) {
     CUstream stream = nullptr;  // of the first rank on this device
     for (uint32_t r = 0; stream == nullptr; ++r) {
-      if (group_->place(r).device.ordinal == flush.device.ordinal) stream = ranks_[r].stream;
+      if (group_->place(r).device.ordinal == flush->ordinal()) stream = ranks_[r].stream;
     }
-    CUdeviceptr data = flush.data.address(), sink = flush.sink.address();
-    unsigned long long size = kFlushBytes / 16;
-    void* parameters[] = {&data, &size, &sink};
-    check(driver().launch_kernel(flush.function, 4 * flush.device.num_sms, 1, 1, kFlushThreads, 1,
-                                 1, 0, stream, parameters, nullptr),
-          "cuLaunchKernel");
+    flush->launch(stream);
   }
   group_->synchronize();
+}
+
+// Null if no SMs are to be held.
+SmHolder* GpuRanks::holder(const LaunchOptions& options) {
+  if (options.held_sms == 0) return nullptr;
+  const auto device = std::find_if(devices_.begin(), devices_.end(), [&](const Device& device) {
+    return device.ordinal == options.held_device;
+  });
+  if (device == devices_.end() || options.held_sms > static_cast<uint32_t>(device->num_sms)) {
+    throw std::invalid_argument("jax_megamoe: hold: got " + std::to_string(options.held_sms) +
+                                " SMs of GPU " + std::to_string(options.held_device) +
+                                "; expected a GPU that has ranks, and at most its SMs.");
+  }
+  if (holder_ == nullptr || holder_->ordinal() != device->ordinal) {
+    holder_ = std::make_unique<SmHolder>(*device, toolchain_.nvrtc_path);
+  }
+  return holder_.get();
 }
 
 // Waits until all ranks' streams are empty. Kernels end by themselves; one that does not is a fault
@@ -368,11 +343,13 @@ bool GpuRanks::collect_failures() {
 
 std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repeats, bool flush) {
   const KernelVariant kernel = begin(options);
+  SmHolder* const hold = holder(options);
   const auto runs = [&](uint32_t r) { return static_cast<int32_t>(r) != options.skip_rank; };
   std::vector<double> times;
   for (uint32_t repeat = 0; repeat < repeats; ++repeat) {
     if (flush) flush_l2();
     group_->synchronize();
+    if (hold != nullptr) hold->hold(options.held_sms, options.timeout_s + kEndSlack);
     bool gated = options.gate && can_gate_;
     if (gated) {
       ++gate_value_;
@@ -397,10 +374,15 @@ std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repe
       }
     } catch (...) {
       open_gate();
+      if (hold != nullptr) hold->release();
       throw;
     }
     open_gate();
     wait(options.timeout_s);
+    if (hold != nullptr && !hold->release()) {
+      throw std::runtime_error(
+          "jax_megamoe: hold: a kernel ended only after the SMs had been let go.");
+    }
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       float milliseconds = std::numeric_limits<float>::quiet_NaN();
       if (runs(r)) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/harness_kernels.h"
 #include "cuda/kernel.h"
 #include "cuda/rank_group.h"
 
@@ -32,6 +33,10 @@ struct LaunchOptions {
   int32_t fault_rank = -1;  // this rank loses its next signal to a counter of fault_region
   uint32_t fault_region = 0;
   bool gate = true;  // all ranks start together; false: as fast as they can be launched in turn
+  // So many SMs of a GPU (an ordinal) run another kernel from before each call until all ranks'
+  // kernels have ended.
+  int32_t held_device = -1;
+  uint32_t held_sms = 0;
 };
 
 class GpuRanks {
@@ -89,6 +94,7 @@ class GpuRanks {
   KernelVariant begin(const LaunchOptions& options);
   void launch_rank(uint32_t rank, const KernelVariant& kernel) const;
   void flush_l2();
+  SmHolder* holder(const LaunchOptions& options);
   void wait(double timeout_s);
   bool collect_failures();
 
@@ -104,15 +110,8 @@ class GpuRanks {
   uint32_t gate_value_ = 0;
   bool can_gate_ = true;
   bool hung_ = false;
-
-  struct Flush {
-    Device device;
-    DeviceMemory data;
-    DeviceMemory sink;
-    CUmodule module = nullptr;
-    CUfunction function = nullptr;
-  };
-  std::vector<Flush> flush_;
+  std::vector<std::unique_ptr<L2Flush>> flushes_;  // of each device
+  std::unique_ptr<SmHolder> holder_;               // of the device it was last asked for
 };
 
 }  // namespace jax_megamoe::cuda

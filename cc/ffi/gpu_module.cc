@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +13,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda/compiler.h"
@@ -112,7 +115,8 @@ std::unique_ptr<cuda::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t 
 cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
                                    uint32_t activation, const ActivationParams& params,
                                    int32_t skip_rank, int32_t fault_rank,
-                                   const std::string& fault_region, bool gate) {
+                                   const std::string& fault_region, bool gate,
+                                   std::pair<int32_t, uint32_t> hold) {
   cuda::LaunchOptions options;
   options.tile = tile;
   options.timeout_s = timeout_s;
@@ -123,6 +127,7 @@ cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
   options.fault_rank = fault_rank;
   options.fault_region = fault_rank < 0 ? 0 : region_number(fault_region);
   options.gate = gate;
+  std::tie(options.held_device, options.held_sms) = hold;
   return options;
 }
 
@@ -168,23 +173,24 @@ void bind_gpu_ranks(nb::module_& m) {
           "launch",
           [](GpuRanks& self, int32_t tile, uint32_t repeats, bool flush_l2, double timeout_s,
              bool checked, uint32_t activation, const ParamArray& params, int32_t skip_rank,
-             int32_t fault_rank, const std::string& fault_region, bool gate) {
+             int32_t fault_rank, const std::string& fault_region, bool gate,
+             std::pair<int32_t, uint32_t> hold) {
             const auto options = launch_options(tile, timeout_s, checked, activation,
                                                 to_activation_params(params.data()), skip_rank,
-                                                fault_rank, fault_region, gate);
+                                                fault_rank, fault_region, gate, hold);
             nb::gil_scoped_release release;
             return self.launch(options, repeats, flush_l2);
           },
           "tile"_a, "repeats"_a, "flush_l2"_a, "timeout_s"_a, "checked"_a, "activation"_a,
           "activation_params"_a, "skip_rank"_a, "fault_rank"_a, "fault_region"_a, "gate"_a,
-          "Microseconds of every rank in every repeat, flat.")
+          "hold"_a, "Microseconds of every rank in every repeat, flat.")
       .def(
           "launch_burst",
           [](GpuRanks& self, int32_t tile, uint32_t calls, double timeout_s, bool checked,
              uint32_t activation, const ParamArray& params) {
             const auto options =
                 launch_options(tile, timeout_s, checked, activation,
-                               to_activation_params(params.data()), -1, -1, "", false);
+                               to_activation_params(params.data()), -1, -1, "", false, {-1, 0});
             nb::gil_scoped_release release;
             return self.launch_burst(options, calls);
           },

@@ -6,13 +6,17 @@
 
 namespace jax_megamoe::gpu {
 
-// Rows that no result may be read from.
+// Rows that no result may be read from. The leader does the shares of the absent as well.
 JMM_DEVICE void fill_with_nan(const Cta& cta) {
   const uint64_t words = uint64_t{cta.args.num_rows} * kHidden / 2;
   uint32_t* y = reinterpret_cast<uint32_t*>(cta.args.y);
-  for (uint64_t i = blockIdx.x * kMathThreads + threadIdx.x; i < words;
-       i += uint64_t{gridDim.x} * kMathThreads) {
-    y[i] = 0x7FFF7FFFu;
+  uint32_t share = cta.ticket();
+  while (share < gridDim.x) {
+    for (uint64_t i = share * kMathThreads + threadIdx.x; i < words;
+         i += uint64_t{gridDim.x} * kMathThreads) {
+      y[i] = 0x7FFF7FFFu;
+    }
+    share = cta.leads() ? max_of(share + 1, participants(cta)) : gridDim.x;
   }
 }
 
@@ -81,9 +85,9 @@ class Combine {
   JMM_DEVICE Combine(const Cta& cta, uint32_t tokens)
       : cta_(cta),
         tokens_(tokens),
-        stride_(kMathWarps * gridDim.x),
+        stride_(kMathWarps * participants(cta)),
         pieces_(cta.args.num_rows < stride_ ? ceil_div(kHidden, kCombineColumns) : 1),
-        next_(blockIdx.x + (threadIdx.x / 32) * gridDim.x) {
+        next_(cta.ticket() + (threadIdx.x / 32) * participants(cta)) {
     load_route();
   }
 
@@ -118,20 +122,20 @@ class Combine {
 // items, and no other rank touches them.
 JMM_DEVICE void clear_counters(const Cta& cta) {
   void* local = cta.local();
-  for (uint32_t i = blockIdx.x * kMathThreads + threadIdx.x; i < kShape.ring_blocks;
-       i += gridDim.x * kMathThreads) {
+  const uint32_t first = cta.ticket() * kMathThreads + threadIdx.x;
+  const uint32_t stride = participants(cta) * kMathThreads;
+  for (uint32_t i = first; i < kShape.ring_blocks; i += stride) {
     region<Region::l1_arrival>(local)[i] = 0;
     region<Region::l1_empty>(local)[i] = 0;
     region<Region::l2_arrival>(local)[i] = 0;
     region<Region::l2_empty>(local)[i] = 0;
   }
-  for (uint32_t e = blockIdx.x * kMathThreads + threadIdx.x; e < kShape.num_experts;
-       e += gridDim.x * kMathThreads) {
+  for (uint32_t e = first; e < kShape.num_experts; e += stride) {
     region<Region::expert_send_count>(local)[e] = 0;
   }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (first == 0) {
     *region<Region::next_item>(local) = 0;
-    *region<Region::call_epoch>(local) = cta.epoch + 1;
+    *region<Region::call_epoch>(local) = cta.epoch() + 1;
   }
 }
 

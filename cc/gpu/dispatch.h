@@ -33,7 +33,7 @@ JMM_DEVICE uint32_t prefix_sum(uint32_t* start, const Value& value) {
 // about the schedule is unknown. False: the call is aborted.
 JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
   SharedControl& control = *cta.control;
-  const uint64_t call = cta.epoch + 1;
+  const uint64_t call = cta.epoch() + 1;
   bool arrived = true;
   for (uint32_t i = thread; i < kRanks * kLocalExperts && arrived; i += 128) {
     arrived = wait_at_least<Region::expert_recv_count, LoadSys64>(cta, i, published_count(call, 0));
@@ -299,7 +299,8 @@ JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
 // blocks are complete first.
 JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   const uint32_t lane = threadIdx.x % 32;
-  if (blockIdx.x == 0 && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
+  uint64_t participants = load_participants(cta);
+  if (cta.leads() && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
   {
     Trace trace(cta, kTracePull + pull_warp, TraceName::kWaitRanks, lane == 0);
     if (!wait_call_barrier(cta, kRowsListed)) return give_up(cta);
@@ -307,7 +308,10 @@ JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   }
   Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
   const uint32_t num_rows = cta.control->row_start[kLocalExperts];
-  const uint32_t first = blockIdx.x + pull_warp * gridDim.x, stride = kPullWarps * gridDim.x;
+  // Decided before this rank's rows were listed.
+  if (!decided(cta, participants)) participants = load_participants(cta);
+  const uint32_t ctas = count_rows(participants);
+  const uint32_t first = cta.ticket() + pull_warp * ctas, stride = kPullWarps * ctas;
   uint32_t expert = 0;
   PoolRow next = {};
   // A row is looked up while the one before it is copied. Both at one place: what is inlined twice

@@ -70,6 +70,10 @@ inline constexpr uint32_t kTraceEvents = 512;  // per lane; later ones are dropp
 // served; the others collect what CTAs find out about expert ids, the first such slot as its
 // complement.
 inline constexpr uint32_t kServedFaults = 1, kOutOfRangeCount = 2, kOutOfRangeFirst = 3;
+// Then who takes part: how many CTAs have checked in, and how many of them did so in time, a uint64
+// in the form of a published count.
+inline constexpr uint32_t kCheckIn = 4, kParticipants = 6;
+inline constexpr uint32_t kCheckInClosed = 1u << 31;  // a bit of kCheckIn
 inline constexpr uint32_t kFailed = 1;  // a record was written: y becomes NaN, the protocol goes on
 inline constexpr uint32_t kAborted = 2;  // a wait timed out: every role leaves
 inline constexpr uint32_t kAbortWords = 16;

@@ -92,6 +92,7 @@ JMM_DEVICE void weight_role(const Cta& cta) {
   const auto block_start = [&](uint32_t e) { return control.block_start[e]; };
   const auto rows = [&](uint32_t e) { return control.row_start[e + 1] - control.row_start[e]; };
   uint32_t index = 0;
+  uint64_t participants = load_participants(cta);
   if (!gave_up(cta)) {
     BlockWalk walk(shape_of_kernel(), gridDim.x, kItems<Phase1>, kItems<Phase2>, block_start, rows);
     uint32_t* counter = region<Region::next_item>(cta.local());
@@ -130,6 +131,8 @@ JMM_DEVICE void weight_role(const Cta& cta) {
                    control.stuck_barrier - shared_address(&control), control.stuck_parity ^ 1,
                    control.stuck_parity);
   }
+  // For what math does after its last item.
+  if (!gave_up(cta) && !receive_participants(cta, participants)) give_up(cta);
   Item last = {};
   last.phase = gave_up(cta) ? kAbortItem : kEndItem;
   pass_on(cta, index, last);

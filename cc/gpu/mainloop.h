@@ -250,13 +250,13 @@ struct Columns {
 };
 template <class Fn>
 JMM_DEVICE void with_columns(uint32_t valid, const Fn& fn) {
-  // Only where a second function pays for itself: below, weights are what takes the time.
+  // Only where another function pays for itself: below, weights are what takes the time, and all of
+  // them should fit the instruction cache.
   if constexpr (kBlockM == 256) {
     if (valid <= 128) return fn(Columns<128>{});
     if (valid <= 192) return fn(Columns<192>{});
   } else if constexpr (kBlockM == 128 && !kBf16) {
     if (valid <= 96) return fn(Columns<96>{});
-    if (valid <= 112) return fn(Columns<112>{});
   }
   fn(Columns<kBlockM>{});
 }

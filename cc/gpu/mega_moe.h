@@ -11,13 +11,18 @@
 namespace jax_megamoe::gpu {
 
 JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
+  uint64_t epoch = 0;
+  uint32_t ticket = 0;
+  if (threadIdx.x == 0) {  // on their way while the rest is done
+    epoch = ld_relaxed_gpu(region<Region::call_epoch>(args.base[args.rank]));
+    if (blockIdx.x != 0) ticket = 1 + atom_add_relaxed_gpu(args.abort_flag + kCheckIn, 1);
+  }
   fill_widen_table(control.widen_table, threadIdx.x);
   if (threadIdx.x != 0) return;
   control.failed = 0;
   control.stuck_barrier = 0;
   control.stuck_parity = 0;
   control.role_failed = 0;
-  control.epoch = *region<Region::call_epoch>(args.base[args.rank]);
   for (uint32_t i = 0; i < kStages; ++i) {
     mbarrier_init(shared_address(&control.full[i]), 2);  // weight and activation loader
     mbarrier_init(shared_address(&control.empty[i]), kMathWarps);
@@ -27,11 +32,13 @@ JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
     mbarrier_init(shared_address(&control.item_empty[i]), kMathWarps + 1);  // and act loader
   }
   fence_mbarrier_init();
+  control.epoch = epoch;
+  control.ticket = ticket;
 }
 
 JMM_DEVICE void check_rank(const Cta& cta) {
   const KernelArgs& args = cta.args;
-  if (blockIdx.x != 0 || threadIdx.x != 0 || args.ep_rank == nullptr) return;
+  if (!cta.leads() || threadIdx.x != 0 || args.ep_rank == nullptr) return;
   const int32_t given = *args.ep_rank;
   if (given == static_cast<int32_t>(args.rank)) return;
   record_failure(cta, FailureKind::kRankMismatch, 0, 0, args.rank,
@@ -46,7 +53,7 @@ JMM_DEVICE void producers(Cta& cta) {
     Trace trace(cta, kTraceWeights, TraceName::kWaitCounts, thread == 0);
     counted = receive_counts(cta, thread);
   }
-  if (blockIdx.x == 0 && counted) report_counts(cta, thread);
+  if (cta.leads() && counted) report_counts(cta, thread);
   if (warp == kWeightWarp) {
     if (thread % 32 == 0) weight_role(cta);
   } else if (warp == kActWarp) {
@@ -83,6 +90,9 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
     const uint32_t phase = cta.control->items[slot].phase;
     if (phase == kAbortItem) return fill_with_nan(cta);
     if (phase == kEndItem) break;
+    // Or else the compiler would compute addresses of all kinds of items before the first one, and
+    // keep them on the stack.
+    asm volatile("" : "+r"(consumer.warpgroup), "+r"(consumer.warp), "+r"(consumer.lane));
     with_columns(cta.control->items[slot].valid_m, RunItem{consumer, slot, phase});
     __syncwarp();
     if (consumer.lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
@@ -99,7 +109,7 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
         arrive_call_barrier(cta);
       }
       __syncwarp();
-      if (blockIdx.x == 0) publish_call_barrier(cta, kResultsPushed);
+      if (cta.leads()) publish_call_barrier(cta, kResultsPushed);
       if (!wait_call_barrier(cta, kResultsPushed)) give_up(cta);
     }
     named_barrier_sync(kBarrierMath, kMathThreads);
@@ -122,7 +132,8 @@ extern "C" __global__ void __launch_bounds__(jax_megamoe::gpu::kThreads, 1)
   SharedControl* control = reinterpret_cast<SharedControl*>(shared + kControlOffset);
   initialise(args, *control);
   __syncthreads();
-  Cta cta = {args, control, shared_address(shared), control->epoch, Role::kPrologue};
+  Cta cta = {args, control, shared_address(shared), Role::kPrologue};
+  if (cta.ticket() & kCheckInClosed) return leave_late(cta);
   check_rank(cta);
   const uint32_t tokens = valid_tokens(cta);
   if (threadIdx.x == kMathThreads) prefetch_first_weights(cta, tokens);

@@ -44,7 +44,7 @@ JMM_HD typename RegionType<R>::T* region(void* base) {
 
 inline constexpr uint32_t kMathThreads = kTile.math_warpgroups * 128;
 inline constexpr uint32_t kMathWarps = kMathThreads / 32;
-inline constexpr uint32_t kThreads = kTile.num_threads();
+inline constexpr uint32_t kThreads = kTile.num_threads(), kWarps = kThreads / 32;
 // A CTA's registers are those it starts with, 168 x 384 or 96 x 640; setmaxnreg moves them from the
 // producers to the math warpgroups, and blocks for ever if there are not enough.
 inline constexpr uint32_t kLaunchRegisters = 65536 / kThreads / 8 * 8;
@@ -136,6 +136,8 @@ struct SharedControl {
   uint32_t recv_count[kRanks][kLocalExperts];
   uint32_t list_start[kRanks][kLocalExperts];  // first row of an expert in a source's list
   uint64_t epoch;
+  uint32_t ticket;                       // 0: the leader; the others as they began
+  uint32_t participants;                 // CTAs of the call
   uint32_t failed;                       // a role of this CTA gave up: the others leave too
   uint32_t stuck_barrier, stuck_parity;  // what timed out within the CTA; they follow `failed`
   uint32_t role_failed, role_stuck_barrier, role_stuck_parity;  // the same between roles

@@ -7,13 +7,13 @@
 
 namespace jax_megamoe::gpu {
 
-// Rows of this call that hold tokens. Every CTA sees the same; CTA 0 reports a bad number.
+// Rows of this call that hold tokens. Every CTA sees the same; the leader reports a bad number.
 JMM_DEVICE uint32_t valid_tokens(const Cta& cta) {
   const KernelArgs& args = cta.args;
   if (args.num_tokens == nullptr) return args.num_rows;
   const int32_t given = *args.num_tokens;
   if (given >= 0 && static_cast<uint32_t>(given) <= args.num_rows) return given;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (cta.leads() && threadIdx.x == 0) {
     record_failure(cta, FailureKind::kNumTokens, 0, 0, args.num_rows,
                    static_cast<uint64_t>(static_cast<int64_t>(given)));
   }
@@ -150,13 +150,20 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
   }
 }
 
-// The first `skipped` CTAs have something else to do.
-JMM_DEVICE void stage_input(const Cta& cta, uint32_t tokens, uint32_t skipped) {
-  if (blockIdx.x < skipped) return;
+// Rows of x are dealt out to CTAs in turn, skipping the first `skipped` CTAs. Whose: CTA `first`
+// and every `step`-th after it. In each share a warp does row `row` and every `row_step`-th after
+// it.
+struct Shares {
+  uint32_t first, step, row, row_step;
+};
+JMM_DEVICE void stage_shares(const Cta& cta, uint32_t tokens, uint32_t skipped,
+                             const Shares& shares) {
   const uint32_t workers = gridDim.x - skipped;
-  const uint32_t first = blockIdx.x - skipped + (threadIdx.x / 32) * workers;
-  for (uint32_t token = first; token < tokens; token += workers * (kThreads / 32)) {
-    stage_row(cta, token, threadIdx.x % 32);
+  for (uint32_t share = shares.first; share < gridDim.x; share += shares.step) {
+    for (uint32_t token = share - skipped + shares.row * workers; token < tokens;
+         token += shares.row_step * workers) {
+      stage_row(cta, token, threadIdx.x % 32);
+    }
   }
 }
 
@@ -190,12 +197,22 @@ inline constexpr uint32_t kSlotsOfBatch = kThreads * kRouteBatch;
 // slots take it 7 us; with a barrier, all CTAs together need 11.)
 inline constexpr uint32_t kSlotsOfOneCta = min_of(4096u, kSlotsOfBatch);
 
-// All functions below: all threads of a CTA, slots [begin, end).
+// The slots of one CTA: a share, and behind it those of the absent, if it has taken them on.
+struct Slots {
+  uint32_t begin, share, begin_of_rest, count;
+
+  JMM_DEVICE uint32_t at(uint32_t i) const {
+    return i < share ? begin + i : begin_of_rest + (i - share);
+  }
+};
+
+// All functions below: all threads of a CTA.
 
 // Counts slots per expert; copies expert ids and weights into the workspace. `batch` is the last.
-JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end,
+JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, const Slots& slots,
                             RouteBatch& batch) {
   const KernelArgs& args = cta.args;
+#pragma unroll 1
   for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.count[e] = 0;
   if (threadIdx.x == 0) {
     table.out_of_range = 0;
@@ -204,19 +221,20 @@ JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, u
   __syncthreads();
   int32_t* staged_idx = region<Region::topk_idx>(cta.local());
   float* staged_weights = region<Region::topk_weights>(cta.local());
-  for (uint32_t first = begin + threadIdx.x; first < end; first += kSlotsOfBatch) {
+  for (uint32_t first = threadIdx.x; first < slots.count; first += kSlotsOfBatch) {
     int64_t experts[kRouteBatch];
     float weights[kRouteBatch];
 #pragma unroll
     for (uint32_t i = 0; i < kRouteBatch; ++i) {
-      const uint32_t slot = first + i * kThreads;
-      experts[i] = slot < end ? given_expert(args, slot) : -1;
-      weights[i] = slot < end ? args.topk_weights[slot] : 0.0f;
+      const bool given = first + i * kThreads < slots.count;
+      const uint32_t slot = slots.at(first + i * kThreads);
+      experts[i] = given ? given_expert(args, slot) : -1;
+      weights[i] = given ? args.topk_weights[slot] : 0.0f;
     }
 #pragma unroll
     for (uint32_t i = 0; i < kRouteBatch; ++i) {
-      const uint32_t slot = first + i * kThreads;
-      if (slot >= end) break;
+      if (first + i * kThreads >= slots.count) break;
+      const uint32_t slot = slots.at(first + i * kThreads);
       const bool inside = experts[i] >= 0 && experts[i] < int64_t{kShape.num_experts};
       batch.expert[i] = inside ? static_cast<int32_t>(experts[i]) : -1;
       if (inside) {
@@ -235,11 +253,12 @@ JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, uint32_t begin, u
 // Publishes this rank's counts. Weight loaders of all ranks wait for them.
 template <class Count>
 JMM_DEVICE void publish_counts(const Cta& cta, const Count& count) {
+#pragma unroll 1
   for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
     const uint32_t owner = e / kLocalExperts, local_expert = e % kLocalExperts;
     store_release<Region::expert_recv_count>(cta, owner,
                                              uint64_t{cta.args.rank} * kLocalExperts + local_expert,
-                                             published_count(cta.epoch + 1, count(e)));
+                                             published_count(cta.epoch() + 1, count(e)));
   }
 }
 
@@ -248,7 +267,7 @@ JMM_DEVICE void publish_counts(const Cta& cta, const Count& count) {
 template <class Count>
 JMM_DEVICE void add_list_starts(RouteTable& table, const Count& count) {
   const uint32_t lane = threadIdx.x % 32;
-  for (uint32_t owner = threadIdx.x / 32; owner < kRanks; owner += kThreads / 32) {
+  for (uint32_t owner = threadIdx.x / 32; owner < kRanks; owner += kWarps) {
     uint32_t before = 0;
     for (uint32_t first = 0; first < kLocalExperts; first += 32) {
       const uint32_t e = first + lane;
@@ -273,35 +292,38 @@ JMM_DEVICE void list_slot(const Cta& cta, int32_t expert, uint32_t place, uint32
 }
 // Writes slots into the owners' lists; within an expert in the order in which threads get there: no
 // result depends on it. `batch` is count_slots' last.
-JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, uint32_t begin, uint32_t end,
+JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, const Slots& slots,
                            const RouteBatch& batch) {
-  if (end - begin <= kSlotsOfBatch) {
+  if (slots.count <= kSlotsOfBatch) {
 #pragma unroll
     for (uint32_t i = 0; i < kRouteBatch; ++i) {
-      const uint32_t slot = begin + threadIdx.x + i * kThreads;
-      if (slot >= end || batch.expert[i] < 0) continue;
-      list_slot(cta, batch.expert[i], table.next[batch.expert[i]] + batch.place[i], slot);
+      const uint32_t index = threadIdx.x + i * kThreads;
+      if (index >= slots.count || batch.expert[i] < 0) continue;
+      list_slot(cta, batch.expert[i], table.next[batch.expert[i]] + batch.place[i],
+                slots.at(index));
     }
     return;
   }
+  // A share of more than a batch is rare: few CTAs, or many of them absent.
   const int32_t* staged_idx = region<Region::topk_idx>(cta.local());
-  for (uint32_t first = begin + threadIdx.x; first < end; first += kSlotsOfBatch) {
-    int32_t experts[kRouteBatch];  // written by this thread
-#pragma unroll
-    for (uint32_t i = 0; i < kRouteBatch; ++i) {
-      const uint32_t slot = first + i * kThreads;
-      experts[i] = slot < end ? staged_idx[slot] : -1;
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kRouteBatch; ++i) {
-      if (experts[i] < 0) continue;
-      const uint32_t place = atomicAdd(&table.next[experts[i]], 1);
-      list_slot(cta, experts[i], place, first + i * kThreads);
-    }
+#pragma unroll 1
+  for (uint32_t index = threadIdx.x; index < slots.count; index += kThreads) {
+    const uint32_t slot = slots.at(index);
+    const int32_t expert = staged_idx[slot];  // written by this thread
+    if (expert >= 0) list_slot(cta, expert, atomicAdd(&table.next[expert], 1), slot);
   }
 }
 
-JMM_DEVICE void report_out_of_range(const Cta& cta, uint32_t count, uint32_t first_slot) {
+// One thread of the leader. `all`: its table holds all slots, else all CTAs have told theirs.
+JMM_DEVICE void report_out_of_range(const Cta& cta, const RouteTable& table, bool all) {
+  volatile uint32_t* flags = cta.args.abort_flag;
+  uint32_t count = table.out_of_range, first_slot = table.first_out_of_range;
+  if (!all) {
+    count = flags[kOutOfRangeCount];
+    first_slot = ~flags[kOutOfRangeFirst];
+    flags[kOutOfRangeCount] = 0;
+    flags[kOutOfRangeFirst] = 0;
+  }
   cta.args.status[kStatusOutOfRange] = static_cast<int32_t>(count);
   if (!cta.args.checked || count == 0) return;
   record_failure(cta, FailureKind::kOutOfRange, 0, first_slot, 0,
@@ -310,89 +332,92 @@ JMM_DEVICE void report_out_of_range(const Cta& cta, uint32_t count, uint32_t fir
 
 // ---- both ----
 
-// Few slots: CTA 0 routes, the others quantise.
-JMM_DEVICE void prologue_of_small_call(const Cta& cta, uint32_t tokens, RouteTable& table) {
-  const uint32_t num_slots = tokens * kTopK;
-  if (blockIdx.x == 0) {
-    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-    RouteBatch batch;
-    count_slots(cta, table, 0, num_slots, batch);
-    const auto count = [&](uint32_t e) { return table.count[e]; };
-    publish_counts(cta, count);
-    for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.next[e] = 0;
-    __syncthreads();
-    add_list_starts(table, count);
-    list_slots(cta, table, 0, num_slots, batch);
-    if (threadIdx.x == 0) report_out_of_range(cta, table.out_of_range, table.first_out_of_range);
-  }
-  Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
-  stage_input(cta, tokens, gridDim.x > 1 ? 1 : 0);
-  fence_proxy_async_shared();  // the stages' memory was used for the table
-  __syncthreads();
-  if (threadIdx.x == 0) arrive_call_barrier(cta, 2);
-}
-
-// Many slots: every CTA routes its share. Places are reserved by atomic adds; quantising hides the
-// barrier that has to come before the lists.
-JMM_DEVICE void prologue_of_large_call(const Cta& cta, uint32_t tokens, RouteTable& table) {
-  const uint32_t num_slots = tokens * kTopK, share = ceil_div(num_slots, gridDim.x);
-  const uint32_t begin = min_of(num_slots, blockIdx.x * share);
-  const uint32_t end = min_of(num_slots, begin + share);
-  unsigned long long* totals =
-      reinterpret_cast<unsigned long long*>(region<Region::expert_send_count>(cta.local()));
-  RouteBatch batch;
-  {
-    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-    count_slots(cta, table, begin, end, batch);
-    for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
-      const uint32_t count = table.count[e];
-      table.next[e] = count == 0 ? 0 : static_cast<uint32_t>(atomicAdd(&totals[e], count));
-    }
-    if (threadIdx.x == 0 && table.out_of_range != 0) {
-      atomicAdd(cta.args.abort_flag + kOutOfRangeCount, table.out_of_range);
-      atomicMax(cta.args.abort_flag + kOutOfRangeFirst, ~table.first_out_of_range);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) arrive_call_barrier(cta);
-  }
-  {
-    Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
-    stage_input(cta, tokens, 0);
-    if (threadIdx.x == 0 && !wait_grid(cta, kSlotsCounted)) give_up(cta);
-    __syncthreads();
-  }
-  Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
-  // After an abort nothing below can be waited for; counts that are too low do no harm.
-  for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
-    table.count[e] =
-        static_cast<uint32_t>(ld_acquire_gpu(region<Region::expert_send_count>(cta.local()) + e));
-  }
-  __syncthreads();
-  const auto count = [&](uint32_t e) { return table.count[e]; };
-  if (blockIdx.x == 0) {
-    publish_counts(cta, count);
-    if (threadIdx.x == 0) {
-      volatile uint32_t* flags = cta.args.abort_flag;
-      report_out_of_range(cta, flags[kOutOfRangeCount], ~flags[kOutOfRangeFirst]);
-      flags[kOutOfRangeCount] = 0;
-      flags[kOutOfRangeFirst] = 0;
-    }
-  }
-  add_list_starts(table, count);
-  if (!gave_up(cta)) list_slots(cta, table, begin, end, batch);
-  fence_proxy_async_shared();  // the stages' memory was used for the table
-  __syncthreads();
-  if (threadIdx.x == 0) arrive_call_barrier(cta);
-}
-
 // This rank's input is in the workspace, its routes are with the owners of the experts.
+//
+// Few slots: the leader routes, the others quantise. Many slots: every CTA routes its share, the
+// leader also those of the absent; places are reserved by atomic adds, and quantising hides the
+// barrier that has to come before the lists. What the absent would have quantised comes last, by
+// who knows of it. All in one sequence: a call begins with cold instruction caches.
 JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
   RouteTable& table = *static_cast<RouteTable*>(shared);
-  if (tokens * kTopK <= kSlotsOfOneCta || gridDim.x == 1) {
-    prologue_of_small_call(cta, tokens, table);
-  } else {
-    prologue_of_large_call(cta, tokens, table);
+  const uint32_t num_slots = tokens * kTopK, warp = threadIdx.x / 32;
+  const bool few = num_slots <= kSlotsOfOneCta || gridDim.x == 1;
+  const bool routes = !few || cta.leads();
+  const uint32_t skipped = few && gridDim.x > 1 ? 1 : 0;  // CTAs that do not quantise
+  unsigned long long* totals =
+      reinterpret_cast<unsigned long long*>(region<Region::expert_send_count>(cta.local()));
+  Slots slots = {0, num_slots, num_slots, num_slots};
+  if (!few) {
+    const uint32_t share = ceil_div(num_slots, gridDim.x);
+    const auto first_slot = [&](uint32_t ticket) { return min_of(num_slots, ticket * share); };
+    if (cta.leads()) {
+      if (threadIdx.x == 0) close_check_in(cta, load_check_in(cta));
+      __syncthreads();
+      slots.begin_of_rest = first_slot(participants(cta));
+    }
+    slots.begin = first_slot(cta.ticket());
+    slots.share = first_slot(cta.ticket() + 1) - slots.begin;
+    slots.count = slots.share + (num_slots - slots.begin_of_rest);
   }
+  RouteBatch batch;
+  uint32_t here = 0;
+  if (routes) {
+    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+    count_slots(cta, table, slots, batch);
+    here = load_check_in(cta);  // on its way while counts are published
+    if (!few) {
+#pragma unroll 1
+      for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
+        const uint32_t count = table.count[e];
+        table.next[e] = count == 0 ? 0 : static_cast<uint32_t>(atomicAdd(&totals[e], count));
+      }
+      if (threadIdx.x == 0 && table.out_of_range != 0) {
+        atomicAdd(cta.args.abort_flag + kOutOfRangeCount, table.out_of_range);
+        atomicMax(cta.args.abort_flag + kOutOfRangeFirst, ~table.first_out_of_range);
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) arrive_call_barrier(cta);
+    }
+  }
+  Shares shares = {max_of(cta.ticket(), skipped), gridDim.x, warp, kWarps};
+  if (cta.ticket() < skipped) shares.first = gridDim.x;
+  for (bool last = false;; last = true) {
+    {
+      Trace trace(cta, 0, TraceName::kStageInput, threadIdx.x == 0);
+      stage_shares(cta, tokens, skipped, shares);
+    }
+    if (last || !routes) break;
+    Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
+    if (!few) {
+      if (threadIdx.x == 0 && !wait_grid(cta, kSlotsCounted)) give_up(cta);
+      __syncthreads();
+      here = count_rows(load_participants(cta));  // on its way while slots are listed
+      // After an abort nothing below can be waited for; counts that are too low do no harm.
+#pragma unroll 1
+      for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
+        table.count[e] = static_cast<uint32_t>(ld_acquire_gpu(totals + e));
+      }
+      __syncthreads();
+    }
+    const auto count = [&](uint32_t e) { return table.count[e]; };
+    if (cta.leads()) publish_counts(cta, count);
+    if (few) {
+      if (threadIdx.x == kThreads - 1) close_check_in(cta, here);
+#pragma unroll 1
+      for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.next[e] = 0;
+      __syncthreads();
+    }
+    add_list_starts(table, count);
+    if (gave_up(cta)) break;
+    list_slots(cta, table, slots, batch);
+    if (cta.leads() && threadIdx.x == 0) report_out_of_range(cta, table, few);
+    // A CTA takes a share, or a warp of the leader alone.
+    shares = few ? Shares{participants(cta) + warp, kWarps, 0, 1}
+                 : Shares{here + cta.ticket(), here, warp, kWarps};
+  }
+  fence_proxy_async_shared();  // the stages' memory was used for the table
+  __syncthreads();
+  if (threadIdx.x == 0) arrive_call_barrier(cta, few ? 2 : 1);
 }
 
 }  // namespace jax_megamoe::gpu

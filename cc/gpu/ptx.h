@@ -29,6 +29,11 @@ JMM_DEVICE uint32_t ld_relaxed_gpu(const uint32_t* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+JMM_DEVICE uint64_t ld_relaxed_gpu(const uint64_t* p) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
 // Of rows that no other SM writes in this call any more; 16 bytes.
 JMM_DEVICE uint4 ld_global_v4(const void* p) {
   uint4 v;

@@ -11,9 +11,11 @@ struct Cta {
   const KernelArgs& args;
   SharedControl* control;
   uint32_t shared_base;  // of the stages
-  uint64_t epoch;        // calls before this one
   Role role;
 
+  JMM_DEVICE uint64_t epoch() const { return control->epoch; }  // calls before this one
+  JMM_DEVICE uint32_t ticket() const { return control->ticket; }
+  JMM_DEVICE bool leads() const { return blockIdx.x == 0; }
   JMM_DEVICE void* local() const { return args.base[args.rank]; }
 };
 
@@ -141,16 +143,82 @@ JMM_DEVICE void store_release(const Cta& cta, uint32_t peer, uint64_t index, uin
   if (!drop_signal<R>(cta)) st_release_sys(region<R>(cta.args.base[peer]) + index, value);
 }
 
+// ---- who takes part ----
+
+// A kernel of another stream, NCCL's for instance, may hold SMs until a call on another GPU has
+// ended, which waits for this one. So a call must not need all its CTAs. CTA 0, with which GPUs
+// begin, leads; each other one takes a ticket when it begins. When the leader has counted slots it
+// closes the check-in. Usually everyone is there; if not, it gives them a little time and then goes
+// on without them, and who comes later leaves at once. Work that is dealt out before that is done
+// by others for the absent; all later work is dealt out to participants, or taken by whoever is
+// free.
+inline constexpr uint64_t kCheckInGraceNs = 20000;
+
+JMM_DEVICE uint32_t others() { return gridDim.x - 1; }
+JMM_DEVICE uint32_t load_check_in(const Cta& cta) {
+  return ld_relaxed_gpu(cta.args.abort_flag + kCheckIn);
+}
+JMM_DEVICE uint64_t* participants_word(const Cta& cta) {
+  return reinterpret_cast<uint64_t*>(cta.args.abort_flag + kParticipants);
+}
+// One thread of the leader. `here`: how many had checked in when it last looked.
+JMM_DEVICE void close_check_in(const Cta& cta, uint32_t here) {
+  uint32_t* check_in = cta.args.abort_flag + kCheckIn;
+  if (here < others()) here = load_check_in(cta);
+  if (here < others()) {  // reading the timer takes a microsecond
+    const uint64_t start = globaltimer_ns();
+    do {
+      here = load_check_in(cta);
+    } while (here < others() && globaltimer_ns() - start < kCheckInGraceNs);
+    if (here < others()) here = atom_or_acq_rel_gpu(check_in, kCheckInClosed);
+  }
+  if (here == others()) *static_cast<volatile uint32_t*>(check_in) = 0;  // for the next call
+  *static_cast<volatile uint64_t*>(participants_word(cta)) =
+      published_count(cta.epoch() + 1, 1 + here);
+  cta.control->participants = 1 + here;
+}
+// The last one to come readies the check-in for the next call.
+JMM_DEVICE void leave_late(const Cta& cta) {
+  if (threadIdx.x != 0 || (cta.ticket() & ~kCheckInClosed) != others()) return;
+  *static_cast<volatile uint32_t*>(cta.args.abort_flag + kCheckIn) = 0;
+}
+// A word that says how many take part, if the leader has decided in this call.
+JMM_DEVICE uint64_t load_participants(const Cta& cta) {
+  return ld_relaxed_gpu(participants_word(cta));
+}
+JMM_DEVICE bool decided(const Cta& cta, uint64_t participants) {
+  return reached(participants, published_count(cta.epoch() + 1, 0));
+}
+// Waits for the decision if `participants`, loaded before, is not yet it. One thread. What does not
+// come is reported as this rank's first count, which the leader publishes with it.
+JMM_DEVICE bool receive_participants(const Cta& cta, uint64_t participants) {
+  if (!decided(cta, participants)) {
+    const auto load = [&] { return load_participants(cta); };
+    if (!wait_slow(cta, static_cast<uint32_t>(Region::expert_recv_count),
+                   uint64_t{cta.args.rank} * kLocalExperts, published_count(cta.epoch() + 1, 0),
+                   cta.args.timeout_ns, load)) {
+      return false;
+    }
+    participants = load();
+  }
+  cta.control->participants = count_rows(participants);
+  return true;
+}
+// In the leader known with the decision, elsewhere after the last item.
+JMM_DEVICE uint32_t participants(const Cta& cta) { return cta.control->participants; }
+JMM_DEVICE uint32_t absent_ctas(const Cta& cta) { return gridDim.x - participants(cta); }
+
 // ---- barriers of a call ----
 
-// All CTAs of this rank arrive at each. For kSlotsCounted everyone waits; at the others CTA 0 alone
-// waits, and then tells all ranks. A rank waits for its own word too: it stands for "all CTAs of
-// this rank".
+// All CTAs of this rank arrive at each, the leader also for the absent. For kSlotsCounted everyone
+// waits; at the others the leader alone waits, and then tells all ranks. A rank waits for its own
+// word too: it stands for "all CTAs of this rank".
 enum CallBarrier : uint32_t { kSlotsCounted = 1, kRowsListed = 2, kResultsPushed = 3 };
 inline constexpr uint32_t kCallBarriers = 3;
 
 JMM_DEVICE void arrive_call_barrier(const Cta& cta, uint32_t barriers = 1) {
-  add_release_sys<Region::grid_barrier>(cta, 0, barriers);
+  add_release_sys<Region::grid_barrier>(cta, 0,
+                                        barriers * (1 + (cta.leads() ? absent_ctas(cta) : 0)));
 }
 // Everything that hangs keeps the results from being complete, and who has no work waits for them
 // from the start. These waits give up later, so that the report is about one nearer to the cause.
@@ -160,9 +228,9 @@ JMM_DEVICE uint64_t timeout_of(const Cta& cta, CallBarrier nth) {
 // One thread.
 JMM_DEVICE bool wait_grid(const Cta& cta, CallBarrier nth) {
   return wait_at_least<Region::grid_barrier, LoadSys64>(
-      cta, 0, (cta.epoch * kCallBarriers + nth) * gridDim.x, timeout_of(cta, nth));
+      cta, 0, (cta.epoch() * kCallBarriers + nth) * gridDim.x, timeout_of(cta, nth));
 }
-// One whole warp of CTA 0.
+// One whole warp of the leader.
 JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
   if constexpr (kRanks > 1) {
     const uint32_t lane = threadIdx.x % 32;
@@ -173,7 +241,7 @@ JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
     fence_acq_rel_sys();
     for (uint32_t peer = lane; peer < kRanks; peer += 32) {
       store_release<Region::rank_barrier>(cta, peer, cta.args.rank,
-                                          cta.epoch * kCallBarriers + nth);
+                                          cta.epoch() * kCallBarriers + nth);
     }
     __syncwarp();
   }
@@ -187,7 +255,7 @@ JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
   } else {
     for (uint32_t peer = lane; peer < kRanks; peer += 32) {
       arrived &= wait_at_least<Region::rank_barrier, LoadSys64>(
-          cta, peer, cta.epoch * kCallBarriers + nth, timeout_of(cta, nth));
+          cta, peer, cta.epoch() * kCallBarriers + nth, timeout_of(cta, nth));
     }
   }
   return __all_sync(~0u, arrived);
