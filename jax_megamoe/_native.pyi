@@ -150,7 +150,7 @@ def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, interme
     The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises ValueError for an invalid shape.
     """
 
-def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, trace: bool = False, activation: int = 0, bias: bool = False) -> list[str]:
+def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, build: int = 0, activation: int = 0, bias: bool = False) -> list[str]:
     """The compiler's options for one kernel, without include directories."""
 
 def gpu_tiles(granularity: int) -> list:
@@ -167,7 +167,7 @@ class GpuRanks:
     Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.
     """
 
-    def __init__(self, layout: MoeShape, granularity: int, devices: Sequence[int], ctas_per_rank: int, include_dir: str, nvrtc_path: str, trace: bool) -> None: ...
+    def __init__(self, layout: MoeShape, granularity: int, devices: Sequence[int], ctas_per_rank: int, include_dir: str, nvrtc_path: str, build: int) -> None: ...
 
     def num_ctas(self, rank: int) -> int: ...
 

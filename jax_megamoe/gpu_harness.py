@@ -55,8 +55,12 @@ class GpuRanks:
       devices: the GPU of every rank, by its ordinal in this process, for instance ``[0, 0, 0, 0]``.
       ctas_per_rank: blocks of a launch, at most the SMs of a GPU divided by its ranks; 0: all.
       trace: compile kernels that record a timeline, see `trace`.
+      racecheck: compile kernels for compute-sanitizer's racecheck. It follows neither bulk copies
+        nor an arrival at a barrier that stands for other threads, so these kernels copy by loads
+        and stores, and every thread arrives. All else is the same.
 
     Raises:
+      MegaMoEError: trace and racecheck together.
       RuntimeError: no driver, no NVRTC, no link between two GPUs, or not enough memory.
     """
 
@@ -67,7 +71,15 @@ class GpuRanks:
         *,
         ctas_per_rank: int = 0,
         trace: bool = False,
+        racecheck: bool = False,
     ):
+        check(
+            not (trace and racecheck),
+            "racecheck",
+            got="trace=True as well",
+            want="one of them",
+            remedy="create ranks for each",
+        )
         # Streams of one GPU share this many hardware queues. Ranks in one queue would wait for each
         # other's turn. Read when the driver starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -84,7 +96,7 @@ class GpuRanks:
             ctas_per_rank,
             str(include_dir()),
             nvrtc_path(),
-            trace,
+            2 if racecheck else int(trace),
         )
 
     def num_ctas(self, rank: int) -> int:

@@ -167,14 +167,18 @@ def test_missing_nvrtc_says_what_to_install(headers, tmp_path):
 def test_kernel_options_say_everything_the_kernel_is_specialised_on():
     sizes = {"num_ranks": 4, "num_experts": 64, "top_k": 6, "hidden": 1024, "intermediate": 512}
     shape = native.gpu_shape(**sizes, max_tokens=256, granularity=128)
-    options = native.gpu_kernel_options(shape, 128, 3, True, activation=2, bias=True)
+    options = native.gpu_kernel_options(shape, 128, 3, 1, activation=2, bias=True)
     for name, value in (*sizes.items(), ("max_tokens", 256), ("ring_blocks", shape.ring_blocks)):
         assert f"-DJMM_{name.upper()}={value}" in options
     for text in ("-DJMM_GRANULARITY=128", "-DJMM_TILE=3", "-DJMM_TRACE=1", "--ptxas-options=-v"):
         assert text in options
     assert "-DJMM_ACTIVATION=2" in options and "-DJMM_BIAS=1" in options
     plain = native.gpu_kernel_options(shape, 128, 3)
-    assert "-DJMM_ACTIVATION=0" in plain and "-DJMM_BIAS=0" in plain
+    for text in ("-DJMM_ACTIVATION=0", "-DJMM_BIAS=0", "-DJMM_TRACE=0", "-DJMM_RACECHECK=0"):
+        assert text in plain
+    assert "-DJMM_RACECHECK=1" in native.gpu_kernel_options(shape, 128, 3, build=2)
+    with pytest.raises(ValueError, match=r"build: got 3; expected 0 \(plain\), 1 .trace. or 2"):
+        native.gpu_kernel_options(shape, 128, 3, build=3)
     with pytest.raises(ValueError, match=r"activation: got 3; expected one of 0 \(swiglu\)"):
         native.gpu_kernel_options(shape, 128, 3, activation=3)
     assert "-DJMM_GRANULARITY=0" in native.gpu_kernel_options(shape, 0, 0)

@@ -1,7 +1,7 @@
 """Calls whose GPU has another kernel on some SMs until the call has ended.
 
 A collective that waits for another GPU holds SMs like that; if a call needed them, both would wait
-for ever. The harness lets go only once all ranks' kernels have ended, so a call that ends proves it.
+for ever. The harness lets go only once all ranks' kernels have ended, so a call that ends is proof.
 """
 
 import numpy as np

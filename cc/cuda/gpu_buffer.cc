@@ -60,7 +60,7 @@ GpuBuffer::GpuBuffer(std::string key, const MoeShape& layout, gpu::Granularity g
   const std::vector<Device> devices = open_devices(groups);
   std::map<int32_t, const Device*> by_ordinal;
   for (const Device& device : devices) by_ordinal[device.ordinal] = &device;
-  kernels_ = std::make_unique<KernelTable>(layout, granularity, false, devices, toolchain);
+  kernels_ = std::make_unique<KernelTable>(layout, granularity, Build::kPlain, devices, toolchain);
   for (const auto& ordinals : groups) {
     auto group = std::make_unique<Group>();
     std::vector<RankPlace> places;

@@ -44,7 +44,7 @@ std::string contents(const DeviceMemory& memory) {
 
 GpuRanks::GpuRanks(const MoeShape& layout, gpu::Granularity granularity,
                    const std::vector<int>& device_of_rank, uint32_t ctas_per_rank,
-                   Toolchain toolchain, bool trace)
+                   Toolchain toolchain, Build build)
     : granularity_(granularity), shape_(layout), toolchain_(std::move(toolchain)) {
   if (!shape_.valid()) {
     throw std::invalid_argument("jax_megamoe: MoeShape: not a valid shape");
@@ -76,8 +76,8 @@ GpuRanks::GpuRanks(const MoeShape& layout, gpu::Granularity granularity,
     places.push_back(
         {device, ctas_per_rank != 0 ? ctas_per_rank : device.num_sms / ranks_on[ordinal]});
   }
-  group_ = std::make_unique<RankGroup>(shape_, std::move(places), trace);
-  kernels_ = std::make_unique<KernelTable>(shape_, granularity_, trace, devices_, toolchain_);
+  group_ = std::make_unique<RankGroup>(shape_, std::move(places), build == Build::kTrace);
+  kernels_ = std::make_unique<KernelTable>(shape_, granularity_, build, devices_, toolchain_);
   failures_.resize(shape_.num_ranks);
   ranks_.resize(shape_.num_ranks);
   for (uint32_t r = 0; r < shape_.num_ranks; ++r) {

@@ -45,7 +45,7 @@ class GpuRanks {
   // SMs shared evenly. Throws std::invalid_argument, CudaError or std::runtime_error.
   GpuRanks(const MoeShape& layout, gpu::Granularity granularity,
            const std::vector<int>& device_of_rank, uint32_t ctas_per_rank, Toolchain toolchain,
-           bool trace);
+           Build build);
   ~GpuRanks();
 
   const MoeShape& layout() const { return group_->layout(); }

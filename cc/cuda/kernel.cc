@@ -10,21 +10,25 @@ std::vector<std::string> KernelConfig::options() const {
   const auto define = [](const char* name, uint64_t value) {
     return std::string("-D") + name + "=" + std::to_string(value);
   };
-  return {"--gpu-architecture=sm_90a",
-          "-std=c++20",
-          "--ptxas-options=-v",  // registers and spills in the log, which `compile` reads
-          define("JMM_NUM_RANKS", layout.num_ranks),
-          define("JMM_NUM_EXPERTS", layout.num_experts),
-          define("JMM_TOP_K", layout.top_k),
-          define("JMM_HIDDEN", layout.hidden),
-          define("JMM_INTERMEDIATE", layout.intermediate),
-          define("JMM_MAX_TOKENS", layout.max_tokens),
-          define("JMM_RING_BLOCKS", layout.ring_blocks),
-          define("JMM_GRANULARITY", static_cast<uint32_t>(granularity)),
-          define("JMM_TILE", variant.tile),
-          define("JMM_ACTIVATION", static_cast<uint32_t>(variant.activation)),
-          define("JMM_BIAS", variant.bias ? 1 : 0),
-          define("JMM_TRACE", trace ? 1 : 0)};
+  std::vector<std::string> options = {
+      "--gpu-architecture=sm_90a",
+      "-std=c++20",
+      "--ptxas-options=-v",  // registers and spills in the log, which `compile` reads
+      define("JMM_NUM_RANKS", layout.num_ranks),
+      define("JMM_NUM_EXPERTS", layout.num_experts),
+      define("JMM_TOP_K", layout.top_k),
+      define("JMM_HIDDEN", layout.hidden),
+      define("JMM_INTERMEDIATE", layout.intermediate),
+      define("JMM_MAX_TOKENS", layout.max_tokens),
+      define("JMM_RING_BLOCKS", layout.ring_blocks),
+      define("JMM_GRANULARITY", static_cast<uint32_t>(granularity)),
+      define("JMM_TILE", variant.tile),
+      define("JMM_ACTIVATION", static_cast<uint32_t>(variant.activation)),
+      define("JMM_BIAS", variant.bias ? 1 : 0),
+      define("JMM_TRACE", build == Build::kTrace ? 1 : 0),
+      define("JMM_RACECHECK", build == Build::kRacecheck ? 1 : 0)};
+  if (build == Build::kRacecheck) options.push_back("--generate-line-info");
+  return options;
 }
 
 gpu::Granularity to_granularity(uint32_t value) {
@@ -39,6 +43,12 @@ gpu::Granularity to_granularity(uint32_t value) {
       throw std::invalid_argument("jax_megamoe: activation granularity: got " +
                                   std::to_string(value) + "; expected 0 (row), 32 or 128.");
   }
+}
+
+Build to_build(uint32_t value) {
+  if (value <= static_cast<uint32_t>(Build::kRacecheck)) return static_cast<Build>(value);
+  throw std::invalid_argument("jax_megamoe: build: got " + std::to_string(value) +
+                              "; expected 0 (plain), 1 (trace) or 2 (racecheck).");
 }
 
 Activation to_activation(uint32_t value) {
@@ -110,11 +120,11 @@ void LoadedKernel::launch(CUstream stream, uint32_t num_ctas, gpu::KernelArgs& a
         "cuLaunchKernel");
 }
 
-KernelTable::KernelTable(const MoeShape& layout, gpu::Granularity granularity, bool trace,
+KernelTable::KernelTable(const MoeShape& layout, gpu::Granularity granularity, Build build,
                          std::vector<Device> devices, Toolchain toolchain)
     : layout_(layout),
       granularity_(granularity),
-      trace_(trace),
+      build_(build),
       devices_(std::move(devices)),
       toolchain_(std::move(toolchain)) {
   for (const Device& device : devices_) {
@@ -134,7 +144,7 @@ void KernelTable::prepare(const KernelVariant& variant) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (kernels_.count({variant, devices_[0].ordinal}) != 0) return;
-  const KernelConfig config{layout_, granularity_, variant, trace_};
+  const KernelConfig config{layout_, granularity_, variant, build_};
   const std::string cubin = toolchain_.compile ? toolchain_.compile(config)
                                                : compile(kKernelSource, toolchain_.include_dir,
                                                          config.options(), toolchain_.nvrtc_path)

@@ -26,12 +26,16 @@ struct KernelVariant {
   std::string text() const;  // "tile 3, activation situ, no biases"
 };
 
+// What else a kernel is compiled for: to run, to record a timeline, or to be looked at by
+// compute-sanitizer's racecheck, see cc/gpu/ptx.h.
+enum class Build : uint32_t { kPlain = 0, kTrace, kRacecheck };
+
 // What a kernel is specialised on. `layout` is gpu::layout_shape() of the layer's shape.
 struct KernelConfig {
   MoeShape layout;
   gpu::Granularity granularity;
   KernelVariant variant;
-  bool trace = false;
+  Build build = Build::kPlain;
 
   std::vector<std::string> options() const;  // of the compiler
 };
@@ -46,6 +50,8 @@ struct Toolchain {
 
 // Granularity from 0 ("row"), 32 or 128; throws std::invalid_argument otherwise.
 gpu::Granularity to_granularity(uint32_t value);
+// Build from its number; throws std::invalid_argument otherwise.
+Build to_build(uint32_t value);
 // Activation from its number; throws std::invalid_argument otherwise.
 Activation to_activation(uint32_t value);
 
@@ -73,7 +79,7 @@ class LoadedKernel {
 // The kernels of one buffer, by variant, each on all of the buffer's devices. Thread-safe.
 class KernelTable {
  public:
-  KernelTable(const MoeShape& layout, gpu::Granularity granularity, bool trace,
+  KernelTable(const MoeShape& layout, gpu::Granularity granularity, Build build,
               std::vector<Device> devices, Toolchain toolchain);
 
   // Compiles and loads a kernel unless it is there. Throws CudaError, std::invalid_argument or
@@ -86,7 +92,7 @@ class KernelTable {
  private:
   const MoeShape layout_;
   const gpu::Granularity granularity_;
-  const bool trace_;
+  const Build build_;
   const std::vector<Device> devices_;  // each once
   const Toolchain toolchain_;
   std::mutex mutex_;

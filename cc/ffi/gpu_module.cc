@@ -79,10 +79,11 @@ MoeShape gpu_shape(uint32_t num_ranks, uint32_t num_experts, uint32_t top_k, uin
 }
 
 std::vector<std::string> kernel_options(const MoeShape& layout, uint32_t granularity, uint32_t tile,
-                                        bool trace, uint32_t activation, bool bias) {
+                                        uint32_t build, uint32_t activation, bool bias) {
   const gpu::Granularity g = cuda::to_granularity(granularity);
   if (tile >= gpu::num_tiles(g)) throw std::invalid_argument("jax_megamoe: no such tile");
-  return cuda::KernelConfig{layout, g, {tile, cuda::to_activation(activation), bias}, trace}
+  return cuda::KernelConfig{
+      layout, g, {tile, cuda::to_activation(activation), bias}, cuda::to_build(build)}
       .options();
 }
 
@@ -105,11 +106,11 @@ std::unique_ptr<cuda::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t 
                                                const std::vector<int>& devices,
                                                uint32_t ctas_per_rank,
                                                const std::string& include_dir,
-                                               const std::string& nvrtc_path, bool trace) {
+                                               const std::string& nvrtc_path, uint32_t build) {
   nb::gil_scoped_release release;
-  return std::make_unique<cuda::GpuRanks>(layout, cuda::to_granularity(granularity), devices,
-                                          ctas_per_rank,
-                                          cuda::Toolchain{include_dir, nvrtc_path, nullptr}, trace);
+  return std::make_unique<cuda::GpuRanks>(
+      layout, cuda::to_granularity(granularity), devices, ctas_per_rank,
+      cuda::Toolchain{include_dir, nvrtc_path, nullptr}, cuda::to_build(build));
 }
 
 cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
@@ -137,7 +138,7 @@ void bind_gpu_ranks(nb::module_& m) {
       m, "GpuRanks",
       "Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.")
       .def(nb::new_(&make_gpu_ranks), "layout"_a, "granularity"_a, "devices"_a, "ctas_per_rank"_a,
-           "include_dir"_a, "nvrtc_path"_a, "trace"_a)
+           "include_dir"_a, "nvrtc_path"_a, "build"_a)
       .def("num_ctas", &GpuRanks::num_ctas, "rank"_a)
       .def(
           "set_weights",
@@ -311,9 +312,11 @@ void bind_gpu(nb::module_& m) {
         "intermediate"_a, "max_tokens"_a, "granularity"_a, "ring_tokens"_a = 0,
         "The shape that sizes a rank's buffer on a GPU. granularity: 0 (row), 32 or 128. Raises "
         "ValueError for an invalid shape.");
-  m.def("gpu_kernel_options", &kernel_options, "shape"_a, "granularity"_a, "tile"_a,
-        "trace"_a = false, "activation"_a = 0, "bias"_a = false,
-        "The compiler's options for one kernel, without include directories.");
+  m.def("gpu_kernel_options", &kernel_options, "shape"_a, "granularity"_a, "tile"_a, "build"_a = 0,
+        "activation"_a = 0, "bias"_a = false,
+        "The compiler's options for one kernel, without include directories. build: 0 to run, 1 "
+        "with a "
+        "timeline, 2 for compute-sanitizer's racecheck.");
   m.def("gpu_tiles", &tiles, "granularity"_a, "The tile configurations, narrowest first.");
   m.def(
       "gpu_select_tile",

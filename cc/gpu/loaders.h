@@ -46,11 +46,12 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
       if (k + kEarly == kKBlocks<P> && pass + 1 == valid_passes<P>(item.n)) almost_done();
       const uint32_t full = full_barrier(cta, at.index);
       const uint32_t stage = cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
-      mbarrier_arrive_expect_tx(full, chunks * kChunkBytes);
+      if constexpr (!kRacecheck) mbarrier_arrive_expect_tx(full, chunks * kChunkBytes);
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
         bulk_load(stage + chunk * kChunkBytes,
                   source + (uint64_t{chunk} * kKBlocks<P> + k) * kChunkBytes, kChunkBytes, full);
       }
+      if constexpr (kRacecheck) mbarrier_arrive(full);
       at.advance();
     }
   }
@@ -204,14 +205,19 @@ JMM_DEVICE void load_acts(const Cta& cta, const Item& item, uint32_t slot, Stage
         }
       }
       __syncwarp();
-      if (lane == 0 && !gave_up(cta)) {
+      if ((kRacecheck || lane == 0) && !gave_up(cta)) {
         const uint32_t full = full_barrier(cta, at.index);
         const uint32_t stage = cta.shared_base + at.index * kActStageBytes;
-        mbarrier_arrive_expect_tx(full, kTilesPerStage * bytes);
+        if constexpr (!kRacecheck) mbarrier_arrive_expect_tx(full, kTilesPerStage * bytes);
 #pragma unroll
         for (uint32_t tile = 0; tile < kTilesPerStage; ++tile) {
           bulk_load(stage + tile * (kBlockM * 128),
-                    block + (uint64_t{k} * kTilesPerStage + tile) * (kBlockM * 128), bytes, full);
+                    block + (uint64_t{k} * kTilesPerStage + tile) * (kBlockM * 128), bytes, full,
+                    lane, kRacecheck ? 32 : 1);
+        }
+        if constexpr (kRacecheck) {
+          fence_proxy_async_shared();
+          mbarrier_arrive(full);
         }
       }
       at.advance();
@@ -328,7 +334,7 @@ JMM_DEVICE void act_role(const Cta& cta) {
       }
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+    if (kRacecheck || lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
   }
 }
 

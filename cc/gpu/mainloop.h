@@ -40,7 +40,7 @@ struct Consumer {
     mbarrier_wait(cta, shared_address(&cta.control->full[at.index]), at.parity);
   }
   JMM_DEVICE void release(uint32_t stage) const {
-    if (lane == 0) mbarrier_arrive(shared_address(&cta.control->empty[stage]));
+    if (kRacecheck || lane == 0) mbarrier_arrive(shared_address(&cta.control->empty[stage]));
   }
 };
 

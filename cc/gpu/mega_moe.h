@@ -24,12 +24,14 @@ JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
   control.stuck_parity = 0;
   control.role_failed = 0;
   for (uint32_t i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&control.full[i]), 2);  // weight and activation loader
-    mbarrier_init(shared_address(&control.empty[i]), kMathWarps);
+    // Weight and activation loader; both are one thread but for the check's build.
+    mbarrier_init(shared_address(&control.full[i]), 1 + kArrivalsOfWarp);
+    mbarrier_init(shared_address(&control.empty[i]), kMathWarps * kArrivalsOfWarp);
   }
   for (uint32_t i = 0; i < kItemSlots; ++i) {
     mbarrier_init(shared_address(&control.item_full[i]), 1);
-    mbarrier_init(shared_address(&control.item_empty[i]), kMathWarps + 1);  // and act loader
+    mbarrier_init(shared_address(&control.item_empty[i]),
+                  (kMathWarps + 1) * kArrivalsOfWarp);  // and act loader
   }
   fence_mbarrier_init();
   control.epoch = epoch;
@@ -95,7 +97,9 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
     asm volatile("" : "+r"(consumer.warpgroup), "+r"(consumer.warp), "+r"(consumer.lane));
     with_columns(cta.control->items[slot].valid_m, RunItem{consumer, slot, phase});
     __syncwarp();
-    if (consumer.lane == 0) mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+    if (kRacecheck || consumer.lane == 0) {
+      mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+    }
   }
   // All rows of this CTA are pushed. When all CTAs of all ranks say so, every row is there.
   cta.role = Role::kCombine;

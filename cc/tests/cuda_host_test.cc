@@ -13,6 +13,7 @@
 #include "tests/fake_driver.h"
 
 using namespace jax_megamoe;
+using cuda::Build;
 using cuda::GpuBuffer;
 using cuda::GpuRanks;
 using cuda::LaunchOptions;
@@ -108,7 +109,7 @@ uint16_t first(const std::string& y) {
 }
 
 void test_ranks() {
-  GpuRanks ranks(layout, gpu::Granularity::k128, {0, 1, 1}, 0, kToolchain, false);
+  GpuRanks ranks(layout, gpu::Granularity::k128, {0, 1, 1}, 0, kToolchain, Build::kPlain);
   CHECK(ranks.num_ctas(0) == fake::kNumSms && ranks.num_ctas(1) == fake::kNumSms / 2);
   set_operands(ranks, 4);
   LaunchOptions options;
@@ -162,15 +163,15 @@ void test_refusals() {
   CHECK(contains(scales, "got scale byte 121 at place 5 of token 7 on rank 2; expected 120"));
   CHECK(contains(scales, "activation_granularity=128") && contains(scales, "(x, 128)"));
   CHECK(contains(report::unequal_scales_text(0, 0, 1, 2, 3, 0), "(x, 'row')"));
-  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1}, 0, kToolchain, false));
-  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 0, 0}, 4, kToolchain, false));
-  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 9}, 0, kToolchain, false));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1}, 0, kToolchain, Build::kPlain));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 0, 0}, 4, kToolchain, Build::kPlain));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 9}, 0, kToolchain, Build::kPlain));
   fake::capability_major = 8;
-  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 2}, 0, kToolchain, false));
+  CHECK_THROWS(GpuRanks(layout, gpu::Granularity::k128, {0, 1, 2}, 0, kToolchain, Build::kPlain));
   fake::capability_major = 9;
   fake::linked = false;
   try {
-    GpuRanks(layout, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, false);
+    GpuRanks(layout, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, Build::kPlain);
     CHECK(false);
   } catch (const cuda::CudaError& error) {
     CHECK(contains(error.what(), "no direct link from GPU 0 (fake) to GPU 2 (fake)"));
@@ -180,7 +181,7 @@ void test_refusals() {
   large.max_tokens = 1 << 20;
   large = gpu::layout_shape(large, gpu::Granularity::k128, 0);
   try {
-    GpuRanks(large, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, false);
+    GpuRanks(large, gpu::Granularity::k128, {0, 2, 1}, 0, kToolchain, Build::kPlain);
     CHECK(false);
   } catch (const cuda::CudaError& error) {
     CHECK(error.code == cuda::kErrorOutOfMemory);
