@@ -140,7 +140,7 @@ void SmHolder::hold(uint32_t sms, double limit_s) {
     while (word(page_, 1 + block).load(std::memory_order_acquire) != number) {
       if (std::chrono::steady_clock::now() - start > std::chrono::duration<double>(limit_s)) {
         release();
-        throw CudaError(-1, "jax_megamoe: held_sms: got " + std::to_string(block) + " of " +
+        throw CudaError(-1, "jax_megamoe: hold: got " + std::to_string(block) + " of " +
                                 std::to_string(sms) + " SMs of GPU " + std::to_string(ordinal()) +
                                 "; expected them to be free. Nothing else may run there.");
       }

@@ -165,7 +165,7 @@ JMM_DEVICE uint64_t* participants_word(const Cta& cta) {
 JMM_DEVICE void close_check_in(const Cta& cta, uint32_t here) {
   uint32_t* check_in = cta.args.abort_flag + kCheckIn;
   if (here < others()) here = load_check_in(cta);
-  if (here < others()) {  // reading the timer takes a microsecond
+  if (here < others()) {
     const uint64_t start = globaltimer_ns();
     do {
       here = load_check_in(cta);
