@@ -315,8 +315,8 @@ def test_compile_lists_variants(monkeypatch, capsys):
         ({"log": CLEAN_LOG}, (), ""),
         ({"log": CLEAN_LOG + SERIALISED}, (), "(C7512) Potential Performance Loss: wgmma"),
         ({"log": IGNORED + CLEAN_LOG}, (), "(C7508) Potential Performance Loss: 'setmaxnreg'"),
-        ({"local_bytes": 64}, (), ""),
-        ({"local_bytes": 72}, (), "72 bytes of local memory per thread, accepted 64"),
+        ({"local_bytes": 96}, (), ""),
+        ({"local_bytes": 104}, (), "104 bytes of local memory per thread, accepted 96"),
         (
             {"local_bytes": 8},
             ("--max-spill", "0"),

@@ -17,10 +17,10 @@ from jax_megamoe.errors import check
 
 ARCHITECTURES = ("cpu", "sm_90a", "sm_100a")
 GRANULARITIES = tuple(map(str, info.GRANULARITIES))
-#: Local memory per thread that is accepted. The compiler keeps a few loop invariants there and
-#: loads them at the start of an item or in the epilogue; more would be accumulators or fragments,
-#: which the main loop would load and store.
-ACCEPTED_LOCAL_BYTES = 64
+#: Local memory per thread that is accepted. The compiler keeps two dozen values there that it uses
+#: before a call's first item, at the start or end of items, and to look up rows that are pulled;
+#: more would be accumulators or fragments, which the main loop would load and store.
+ACCEPTED_LOCAL_BYTES = 96
 
 # What the assembler says when it gives up what the kernel was written for. It may word the reason
 # in several ways, each with a number of its own, so the words that they share are looked for.
