@@ -84,29 +84,6 @@ __device__ __forceinline__ void wgmma_m64n96k32_e4m3(float (&d)[Size], const uin
 }
 
 template <uint32_t Size>
-__device__ __forceinline__ void wgmma_m64n112k32_e4m3(float (&d)[Size], const uint32_t (&a)[4],
-                                                     uint64_t b, uint32_t accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %61, 0;\n"
-               "wgmma.mma_async.sync.aligned.m64n112k32.f32.e4m3.e4m3 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-               "%48, %49, %50, %51, %52, %53, %54, %55}, "
-               "{%56, %57, %58, %59}, %60, p, 1, 1;\n}\n"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
-                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]),
-                 "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                 "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]),
-                 "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]),
-                 "+f"(d[54]), "+f"(d[55])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <uint32_t Size>
 __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[Size], const uint32_t (&a)[4],
                                                      uint64_t b, uint32_t accumulate) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -203,13 +180,12 @@ __device__ __forceinline__ void wgmma_m64n256k32_e4m3(float (&d)[Size], const ui
 template <uint32_t N, uint32_t Size>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[Size], const uint32_t (&a)[4], uint64_t b,
                                            uint32_t accumulate) {
-  static_assert((N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 112 || N == 128 || N == 192 || N == 256) && Size >= N / 2);
+  static_assert((N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256) && Size >= N / 2);
   if constexpr (N == 8) wgmma_m64n8k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 16) wgmma_m64n16k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 32) wgmma_m64n32k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 64) wgmma_m64n64k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 96) wgmma_m64n96k32_e4m3(d, a, b, accumulate);
-  else if constexpr (N == 112) wgmma_m64n112k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 128) wgmma_m64n128k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 192) wgmma_m64n192k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 256) wgmma_m64n256k32_e4m3(d, a, b, accumulate);

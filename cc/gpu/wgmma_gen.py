@@ -1,7 +1,7 @@
 """Writes wgmma.h: one function per instruction. `python3 wgmma_gen.py > wgmma.h`."""
 
 SIZES = {
-    "e4m3": (8, 16, 32, 64, 96, 112, 128, 192, 256),
+    "e4m3": (8, 16, 32, 64, 96, 128, 192, 256),
     "bf16": (8, 16, 32, 64, 128),
 }
 HEAD = """// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums.
