@@ -151,7 +151,9 @@ def gpu_shape(num_ranks: int, num_experts: int, top_k: int, hidden: int, interme
     """
 
 def gpu_kernel_options(shape: MoeShape, granularity: int, tile: int, build: int = 0, activation: int = 0, bias: bool = False) -> list[str]:
-    """The compiler's options for one kernel, without include directories."""
+    """
+    The compiler's options for one kernel, without include directories. build: 0 to run, 1 with a timeline, 2 for compute-sanitizer's racecheck.
+    """
 
 def gpu_tiles(granularity: int) -> list:
     """The tile configurations, narrowest first."""

@@ -1,16 +1,5 @@
 """Eight virtual CPU devices for every test, and small shared fixtures."""
 
-import os
-import tempfile
-
-# Most of the time goes to compiling, and many tests compile the same programs. All processes of one
-# run share what they have compiled; the next run starts anew. Before JAX is imported.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.TemporaryDirectory(prefix="jax_megamoe_tests_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-
 import jax
 import numpy as np
 import pytest
