@@ -32,6 +32,9 @@ print("the call is right")
 """
 
 
+LIMIT_S = 900  # a kernel under the tool takes seconds, and one that hangs has to end as well
+
+
 def sanitize(tool, granularity, tile):
     program = shutil.which("compute-sanitizer")
     if program is None:
@@ -43,6 +46,7 @@ def sanitize(tool, granularity, tile):
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
+        timeout=LIMIT_S,
     )
     text = result.stdout + result.stderr
     assert "the call is right" in text, text[-4000:]

@@ -380,8 +380,12 @@ std::vector<double> GpuRanks::launch(const LaunchOptions& options, uint32_t repe
     open_gate();
     wait(options.timeout_s);
     if (hold != nullptr && !hold->release()) {
-      throw std::runtime_error(
-          "jax_megamoe: hold: a kernel ended only after the SMs had been let go.");
+      group_->reset();
+      throw std::runtime_error("jax_megamoe: hold: got a call that had not ended when " +
+                               std::to_string(options.held_sms) + " SMs of GPU " +
+                               std::to_string(options.held_device) +
+                               " were let go; expected it to end while they are held. Leave it "
+                               "more SMs, or raise timeout_s.");
     }
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       float milliseconds = std::numeric_limits<float>::quiet_NaN();
