@@ -43,10 +43,10 @@ class Linear2Item {
     named_barrier_sync(kBarrierWarpgroup + math_.warpgroup, 128);
   }
 
-  // 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight threads
+  // Up to 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight threads
   // write 128 contiguous bytes of a token's row, to whichever rank it belongs.
   JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
-    constexpr uint32_t kSlab = min_of(N, 32u);
+    constexpr uint32_t kSlab = N % 32 == 0 ? 32 : min_of(N, 16u);
     const uint8_t* base = cta_.control->row_base[slot_] + first_row % kItemRows<Phase2> +
                           math_.warp * 16 + math_.lane / 4;
     const float scale[2] = {ue8m0_to_float(base[0]) * kWeightUnit,
@@ -64,7 +64,7 @@ class Linear2Item {
       return staging + token * 128 + (chunk ^ (token % 8)) * 16;
     };
 #pragma unroll
-    for (uint32_t slab = 0; slab < ceil_div(N, kSlab); ++slab) {
+    for (uint32_t slab = 0; slab < N / kSlab; ++slab) {
       sync_warpgroup();
 #pragma unroll
       for (uint32_t i = 0; i < kSlab / 8; i += 2) {
@@ -73,7 +73,7 @@ class Linear2Item {
 #pragma unroll
         for (uint32_t m = 0; m < 4; ++m) {
           const uint32_t c = slab * (kSlab / 8) + i + m / 2, high = m % 2;
-          if (4 * c >= N / 2) continue;
+          if (4 * c >= N / 2) continue;  // of 8 tokens
           uint2 unit = {0x3F800000u, 0x3F800000u};
           if constexpr (!kBf16) unit = ld_shared_v2(units + c * 32);
           float low_token = acc[4 * c + 2 * high] * scale[high] * bits_float(unit.x);

@@ -257,6 +257,8 @@ JMM_DEVICE void with_columns(uint32_t valid, const Fn& fn) {
     if (valid <= 192) return fn(Columns<192>{});
   } else if constexpr (kBlockM == 128 && !kBf16) {
     if (valid <= 96) return fn(Columns<96>{});
+  } else if constexpr (kBlockM == 48) {
+    if (valid <= 32) return fn(Columns<32>{});
   }
   fn(Columns<kBlockM>{});
 }

@@ -360,12 +360,13 @@ JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
     slots.count = slots.share + (num_slots - slots.begin_of_rest);
   }
   RouteBatch batch;
-  uint32_t here = 0;
+  uint32_t checked_in = 0, taking_part = 0;  // the former of few slots, the latter of many
   if (routes) {
     Trace trace(cta, 0, TraceName::kListRoutes, threadIdx.x == 0);
     count_slots(cta, table, slots, batch);
-    here = load_check_in(cta);  // on its way while counts are published
-    if (!few) {
+    if (few) {
+      checked_in = load_check_in(cta);  // on its way while counts are published
+    } else {
 #pragma unroll 1
       for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
         const uint32_t count = table.count[e];
@@ -391,7 +392,7 @@ JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
     if (!few) {
       if (threadIdx.x == 0 && !wait_grid(cta, kSlotsCounted)) give_up(cta);
       __syncthreads();
-      here = count_rows(load_participants(cta));  // on its way while slots are listed
+      taking_part = count_rows(load_participants(cta));  // on its way while slots are listed
       // After an abort nothing below can be waited for; counts that are too low do no harm.
 #pragma unroll 1
       for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) {
@@ -402,7 +403,7 @@ JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
     const auto count = [&](uint32_t e) { return table.count[e]; };
     if (cta.leads()) publish_counts(cta, count);
     if (few) {
-      if (threadIdx.x == kThreads - 1) close_check_in(cta, here);
+      if (threadIdx.x == kThreads - 1) close_check_in(cta, checked_in);
 #pragma unroll 1
       for (uint32_t e = threadIdx.x; e < kShape.num_experts; e += kThreads) table.next[e] = 0;
       __syncthreads();
@@ -413,7 +414,7 @@ JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
     if (cta.leads() && threadIdx.x == 0) report_out_of_range(cta, table, few);
     // A CTA takes a share, or a warp of the leader alone.
     shares = few ? Shares{participants(cta) + warp, kWarps, 0, 1}
-                 : Shares{here + cta.ticket(), here, warp, kWarps};
+                 : Shares{taking_part + cta.ticket(), taking_part, warp, kWarps};
   }
   fence_proxy_async_shared();  // the stages' memory was used for the table
   __syncthreads();

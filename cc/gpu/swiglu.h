@@ -105,7 +105,7 @@ class SwigluItem {
   static constexpr uint32_t kPacks = N / 8;
   static constexpr uint32_t kPaddedPacks =
       kPacks <= 8 ? kPacks : (kPacks <= 16 ? 16 : 32);  // halved three times
-  static_assert(N <= 64 ? kPacks * 8 == N && (kPacks & (kPacks - 1)) == 0 : N % 16 == 0);
+  static_assert(N % 16 == 0 || N == 8);
   // Values of this thread: [block][2 * c + t].
   using Values = float[kBlocks][N / 4];
 
@@ -357,7 +357,8 @@ class SwigluItem {
   // 64 tokens x 32 channels at a time, transposed on the way into shared memory.
   JMM_DEVICE void store_bf16(uint32_t b, const Values& values) const {
     constexpr uint32_t kSlab = min_of(N, 64u);
-    constexpr uint32_t kMatrices = min_of(kSlab / 8, 4u);
+    static_assert(N % kSlab == 0);
+    constexpr uint32_t kMatrices = kSlab % 32 == 0 ? 4 : (kSlab % 16 == 0 ? 2 : 1);
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
     const uint32_t reciprocals =
         shared_address(cta_.control->reciprocal[math_.warpgroup]) + (math_.lane % 4) * 8;

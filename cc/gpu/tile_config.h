@@ -51,7 +51,7 @@ struct TileConfig {
 inline constexpr TileConfig kFp8Tiles[] = {
     {8, 4, 1, 1, 1, "up to 8 rows per expert: four warpgroups hide the widening, HBM-bound"},
     {16, 4, 1, 1, 1, "up to 16 rows per expert, HBM-bound"},
-    {32, 4, 1, 1, 1, "up to 32 rows per expert, close to HBM-bound"},
+    {48, 4, 1, 1, 1, "up to 48 rows per expert, close to HBM-bound"},
     {64, 4, 1, 1, 1, "one pass over the weights matters more than the tile's own rate"},
     {128, 2, 2, 2, 1, "two row blocks share each token fragment"},
     {256, 2, 1, 1, 2, "widening is amortised over 256 tokens; two passes make one scale group"},
@@ -60,7 +60,7 @@ inline constexpr TileConfig kFp8Tiles[] = {
 inline constexpr TileConfig kBf16Tiles[] = {
     {8, 4, 1, 1, 1, "up to 8 rows per expert, HBM-bound"},
     {16, 4, 1, 1, 1, "up to 16 rows per expert, HBM-bound"},
-    {32, 4, 1, 1, 1, "up to 32 rows per expert"},
+    {48, 4, 1, 1, 1, "up to 48 rows per expert"},
     {64, 4, 1, 1, 1, "one pass over the weights matters more than the tile's own rate"},
     {128, 2, 2, 2, 1, "best BF16 rate: two row blocks share each token fragment"},
 };

@@ -47,6 +47,21 @@ __device__ __forceinline__ void wgmma_m64n32k32_e4m3(float (&d)[Size], const uin
 }
 
 template <uint32_t Size>
+__device__ __forceinline__ void wgmma_m64n48k32_e4m3(float (&d)[Size], const uint32_t (&a)[4],
+                                                     uint64_t b, uint32_t accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n48k32.f32.e4m3.e4m3 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+               "%16, %17, %18, %19, %20, %21, %22, %23}, "
+               "{%24, %25, %26, %27}, %28, p, 1, 1;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+template <uint32_t Size>
 __device__ __forceinline__ void wgmma_m64n64k32_e4m3(float (&d)[Size], const uint32_t (&a)[4],
                                                      uint64_t b, uint32_t accumulate) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -180,10 +195,11 @@ __device__ __forceinline__ void wgmma_m64n256k32_e4m3(float (&d)[Size], const ui
 template <uint32_t N, uint32_t Size>
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[Size], const uint32_t (&a)[4], uint64_t b,
                                            uint32_t accumulate) {
-  static_assert((N == 8 || N == 16 || N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256) && Size >= N / 2);
+  static_assert((N == 8 || N == 16 || N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256) && Size >= N / 2);
   if constexpr (N == 8) wgmma_m64n8k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 16) wgmma_m64n16k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 32) wgmma_m64n32k32_e4m3(d, a, b, accumulate);
+  else if constexpr (N == 48) wgmma_m64n48k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 64) wgmma_m64n64k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 96) wgmma_m64n96k32_e4m3(d, a, b, accumulate);
   else if constexpr (N == 128) wgmma_m64n128k32_e4m3(d, a, b, accumulate);
@@ -224,6 +240,21 @@ __device__ __forceinline__ void wgmma_m64n32k16_bf16(float (&d)[Size], const uin
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
                  "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
                  "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+template <uint32_t Size>
+__device__ __forceinline__ void wgmma_m64n48k16_bf16(float (&d)[Size], const uint32_t (&a)[4],
+                                                     uint64_t b, uint32_t accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+               "%16, %17, %18, %19, %20, %21, %22, %23}, "
+               "{%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}\n"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+                 "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]),
+                 "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
@@ -271,10 +302,11 @@ __device__ __forceinline__ void wgmma_m64n128k16_bf16(float (&d)[Size], const ui
 template <uint32_t N, uint32_t Size>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[Size], const uint32_t (&a)[4], uint64_t b,
                                            uint32_t accumulate) {
-  static_assert((N == 8 || N == 16 || N == 32 || N == 64 || N == 128) && Size >= N / 2);
+  static_assert((N == 8 || N == 16 || N == 32 || N == 48 || N == 64 || N == 128) && Size >= N / 2);
   if constexpr (N == 8) wgmma_m64n8k16_bf16(d, a, b, accumulate);
   else if constexpr (N == 16) wgmma_m64n16k16_bf16(d, a, b, accumulate);
   else if constexpr (N == 32) wgmma_m64n32k16_bf16(d, a, b, accumulate);
+  else if constexpr (N == 48) wgmma_m64n48k16_bf16(d, a, b, accumulate);
   else if constexpr (N == 64) wgmma_m64n64k16_bf16(d, a, b, accumulate);
   else if constexpr (N == 128) wgmma_m64n128k16_bf16(d, a, b, accumulate);
 }

@@ -1,8 +1,8 @@
 """Writes wgmma.h: one function per instruction. `python3 wgmma_gen.py > wgmma.h`."""
 
 SIZES = {
-    "e4m3": (8, 16, 32, 64, 96, 128, 192, 256),
-    "bf16": (8, 16, 32, 64, 128),
+    "e4m3": (8, 16, 32, 48, 64, 96, 128, 192, 256),
+    "bf16": (8, 16, 32, 48, 64, 128),
 }
 HEAD = """// wgmma.h: wgmma with A from registers, B from shared memory, FP32 sums.
 // Written by wgmma_gen.py.
