@@ -43,8 +43,8 @@ class Linear2Item {
     named_barrier_sync(kBarrierWarpgroup + math_.warpgroup, 128);
   }
 
-  // Up to 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight threads
-  // write 128 contiguous bytes of a token's row, to whichever rank it belongs.
+  // Up to 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight
+  // threads write 128 contiguous bytes of a token's row, to whichever rank it belongs.
   JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
     constexpr uint32_t kSlab = N % 32 == 0 ? 32 : min_of(N, 16u);
     const uint8_t* base = cta_.control->row_base[slot_] + first_row % kItemRows<Phase2> +
