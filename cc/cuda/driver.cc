@@ -156,11 +156,7 @@ DeviceMemory::DeviceMemory(const Device& device, size_t num_bytes, const char* w
 
 DeviceMemory::~DeviceMemory() {
   if (address_ == 0) return;
-  // The driver may be gone when the process ends; then so is the memory.
-  CUcontext previous = nullptr;
-  driver().ctx_get_current(&previous);
-  if (driver().ctx_set_current(device_.context) == kSuccess) driver().mem_free(address_);
-  driver().ctx_set_current(previous);
+  release_on(device_, [&] { driver().mem_free(address_); });
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept { *this = std::move(other); }
@@ -203,10 +199,7 @@ MappedMemory::MappedMemory(const Device& device, size_t num_bytes) : device_(dev
 
 MappedMemory::~MappedMemory() {
   if (host_ == nullptr) return;
-  CUcontext previous = nullptr;
-  driver().ctx_get_current(&previous);
-  if (driver().ctx_set_current(device_.context) == kSuccess) driver().mem_free_host(host_);
-  driver().ctx_set_current(previous);
+  release_on(device_, [&] { driver().mem_free_host(host_); });
 }
 
 MappedMemory::MappedMemory(MappedMemory&& other) noexcept { *this = std::move(other); }

@@ -131,6 +131,16 @@ class ScopedContext {
   CUcontext previous_ = nullptr;
 };
 
+// Calls `release` with the device's context current, for destructors: without it if that fails. The
+// driver may be gone when the process ends; then so is what would be released.
+template <class Release>
+void release_on(const Device& device, const Release& release) noexcept {
+  CUcontext previous = nullptr;
+  driver().ctx_get_current(&previous);
+  if (driver().ctx_set_current(device.context) == kSuccess) release();
+  driver().ctx_set_current(previous);
+}
+
 // Lets every device of the list read and write memory of every other one. Throws CudaError with the
 // pair of GPUs that have no link.
 void enable_peer_access(const Device* const* devices, size_t num_devices);

@@ -72,10 +72,7 @@ SmallKernel::SmallKernel(const Device& device, const char* source, const char* n
 
 SmallKernel::~SmallKernel() {
   if (module_ == nullptr) return;
-  CUcontext previous = nullptr;
-  driver().ctx_get_current(&previous);
-  if (driver().ctx_set_current(device_.context) == kSuccess) driver().module_unload(module_);
-  driver().ctx_set_current(previous);
+  release_on(device_, [&] { driver().module_unload(module_); });
 }
 
 void SmallKernel::launch(CUstream stream, uint32_t blocks, uint32_t threads,
@@ -119,13 +116,10 @@ SmHolder::SmHolder(const Device& device, const std::string& nvrtc_path)
 SmHolder::~SmHolder() {
   if (control_ == nullptr) return;
   release();
-  CUcontext previous = nullptr;
-  driver().ctx_get_current(&previous);
-  if (driver().ctx_set_current(kernel_.device().context) == kSuccess) {
+  release_on(kernel_.device(), [&] {
     if (stream_ != nullptr) driver().stream_destroy(stream_);
     driver().stream_destroy(control_);
-  }
-  driver().ctx_set_current(previous);
+  });
 }
 
 void SmHolder::hold(uint32_t sms, double limit_s) {

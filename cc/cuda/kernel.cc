@@ -107,10 +107,7 @@ LoadedKernel::LoadedKernel(const Device& device, const std::string& cubin,
 
 LoadedKernel::~LoadedKernel() {
   if (module_ == nullptr) return;
-  CUcontext previous = nullptr;
-  driver().ctx_get_current(&previous);
-  if (driver().ctx_set_current(device_.context) == kSuccess) driver().module_unload(module_);
-  driver().ctx_set_current(previous);
+  release_on(device_, [&] { driver().module_unload(module_); });
 }
 
 void LoadedKernel::launch(CUstream stream, uint32_t num_ctas, gpu::KernelArgs& args) const {
