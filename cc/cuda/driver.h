@@ -131,8 +131,8 @@ class ScopedContext {
   CUcontext previous_ = nullptr;
 };
 
-// Calls `release` with the device's context current, for destructors: without it if that fails. The
-// driver may be gone when the process ends; then so is what would be released.
+// For destructors: calls `release` with the device's context current, or not at all if it cannot
+// be. The driver may be gone when the process ends; then so is what would be released.
 template <class Release>
 void release_on(const Device& device, const Release& release) noexcept {
   CUcontext previous = nullptr;

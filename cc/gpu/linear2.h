@@ -73,7 +73,7 @@ class Linear2Item {
 #pragma unroll
         for (uint32_t m = 0; m < 4; ++m) {
           const uint32_t c = slab * (kSlab / 8) + i + m / 2, high = m % 2;
-          if (4 * c >= N / 2) continue;  // of 8 tokens
+          if (4 * c >= N / 2) continue;  // a tile of 8 tokens
           uint2 unit = {0x3F800000u, 0x3F800000u};
           if constexpr (!kBf16) unit = ld_shared_v2(units + c * 32);
           float low_token = acc[4 * c + 2 * high] * scale[high] * bits_float(unit.x);
