@@ -104,7 +104,7 @@ class ByTile(SimulatedRanks):
 
 def test_tiles_marks_the_chosen_and_the_fastest():
     tiles = program("tiles")
-    results = tiles.measure(MODEL, 128, 2, [4, 60], 3, make_ranks=ByTile)
+    results = tiles.measure(MODEL, 128, 2, [4, 90], 3, make_ranks=ByTile)
     assert len(results) == 2 * 6 and all(row["finite"] for row in results)
     lines = tiles.table(results).splitlines()
     assert lines[0].split()[-2:] == ["chosen", "loses"]
