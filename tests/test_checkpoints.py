@@ -376,7 +376,9 @@ def test_garbage_in_other_experts_does_not_matter(name, rng, tmp_path):
         checkpoint.experts(layer)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's smaps")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps, which Linux has"
+)
 def test_pages_of_other_experts_stay_untouched(rng, tmp_path):
     """One of 8 experts of a file of 12 MiB: the mapping's resident pages are about its part."""
     num, hidden, inter = 8, 1024, 1024

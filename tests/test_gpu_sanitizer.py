@@ -31,8 +31,8 @@ check(case, ranks)
 print("the call is right")
 """
 
-
-LIMIT_S = 900  # a kernel under the tool takes seconds, and one that hangs has to end as well
+# racecheck takes one to four minutes, depending on what else uses the GPU.
+LIMIT_S = 900
 
 
 def sanitize(tool, granularity, tile):
