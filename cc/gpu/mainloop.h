@@ -1,7 +1,7 @@
 // mainloop.h: the product of one tile. Packed FP4 weights are widened in registers and are wgmma's
 // A operand (64 rows an instruction); tokens are its B operand in shared memory.
 //
-// The shape of each loop follows from measurements: see docs/performance.md.
+// The shape of each loop follows from measurements: see docs/performance_log.md.
 #pragma once
 
 #include "gpu/wait.h"
@@ -165,7 +165,7 @@ JMM_DEVICE void rescale(uint32_t ratios, uint32_t lane, float (&acc)[kBlocks][N 
 // well, in the unit of the stage at hand: before a stage they are multiplied by the ratio of two
 // scales, which the activation loader has put beside the tokens. Separate partial sums, added up
 // with FFMA, need registers that wide tiles do not have and were a third slower
-// (docs/performance.md).
+// (docs/performance_log.md).
 template <class P, uint32_t N>
 JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   constexpr uint32_t kBlocks = P::kRowBlocks, kHalves = kBf16 ? 2 : 1;
