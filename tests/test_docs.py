@@ -322,8 +322,9 @@ def test_readme_ratios_are_those_of_the_results():
     content = json.loads(figures().RESULTS.read_text())
     curves = figures().Curves(content)
     text = " ".join(read("README.md").split())
-    for tokens in (8, 8192):
+    for tokens in (8, 512, 8192):
         assert f"{curves.ratio(curves.row, tokens):.1f}" in text.partition("<!-- begin hopper")[0]
+    for tokens in (8, 8192):
         for times in (curves.plain[tokens], curves.row[tokens]["fused_us"]):
             assert f"{times:.0f} us" in text.partition("<!-- begin hopper")[0]
     slower = curves.per_32[8192]["fused_us"] / curves.row[8192]["fused_us"]
