@@ -26,10 +26,11 @@ from jax_megamoe import reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import as_array, check, check_array, describe
 from jax_megamoe.layer import MegaMoE
+from jax_megamoe.operands import PER_RANK, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
-from jax_megamoe.weights import ExpertWeights
+from jax_megamoe.weights import ExpertWeights, check_weights
 
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Name of a router's tensor in files -> its name here.
@@ -83,6 +84,7 @@ def load(
         has a table and a bias, or a table where config.json has none, or one that names experts
         which do not exist.
     """
+    _check_checkpoint(checkpoint)
     tensors = checkpoint.router(layer)
     table = tensors.pop("tid2eid", None)
     router = {_ROUTER_PARTS[name]: array for name, array in tensors.items()}
@@ -126,23 +128,29 @@ def shared_expert(x: jax.Array, shared: dict[str, jax.Array], activation: Activa
         y = down act(gate x, up x), times sigmoid(token_gate x) if there is a token_gate
 
     Args:
-      x: [T, H] bfloat16.
+      x: [..., H] bfloat16.
       shared: see `BlockWeights`.
       activation: act, what the model has between the two products.
 
     Returns:
-      [T, H] float32. Products are those of `routers.linear`; between them the activation is FP32,
+      [..., H] float32. Products are those of `routers.linear`; between them the activation is FP32,
       and its result is rounded to bfloat16.
 
     Source: DeepSeek-V3, inference/model.py, class MoE; token_gate is that of transformers,
     models/qwen2_moe, class Qwen2MoeSparseMoeBlock.
     """
+    _check_dict("shared", shared, allow_none=False)
+    _check_names("shared", set(shared), {"gate", "up", "down"}, {"token_gate"})
+    width = tuple(getattr(shared["gate"], "shape", ("H",)))[-1]
+    remedy = "x is as wide as the rows of gate and up"
+    check_array(x, "x", ("...", width), ("bfloat16",), remedy)
+    leading, x = x.shape[:-1], flatten_leading(x)
     gate_up = jnp.concatenate([linear(x, shared["gate"]), linear(x, shared["up"])], axis=1)
     acts = reference.activate(gate_up, jnp.ones(x.shape[:1], jnp.float32), activation)
     y = linear(acts.astype(jnp.bfloat16), shared["down"])
     if "token_gate" in shared:
         y = y * jax.nn.sigmoid(linear(x, shared["token_gate"]))
-    return y
+    return y.reshape(*leading, y.shape[-1])
 
 
 class MoEBlock:
@@ -186,14 +194,14 @@ class MoEBlock:
         check(
             isinstance(config, MegaMoEConfig),
             "config",
-            got=type(config).__name__,
+            got=describe(config),
             want="a jax_megamoe.MegaMoEConfig",
             remedy="MoEBlock.of makes it from a checkpoint",
         )
         check(
             isinstance(router, Router),
             "router",
-            got=type(router).__name__,
+            got=describe(router),
             want="a jax_megamoe.routers.Router",
             remedy="the functions of jax_megamoe.routers make the routers of known models",
         )
@@ -203,6 +211,20 @@ class MoEBlock:
             got=router.top_k,
             want=f"{config.top_k}, as in the config",
             remedy="both are the model's number of experts per token",
+        )
+        check(
+            shared_activation is None or isinstance(shared_activation, Activation),
+            "shared_activation",
+            got=describe(shared_activation),
+            want="a jax_megamoe.Activation, or None for that of the config",
+            remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
+        )
+        check(
+            isinstance(norm_eps, (int, float)) and 0 <= norm_eps < 1,
+            "norm_eps",
+            got=describe(norm_eps),
+            want="a number from 0 to 1",
+            remedy="it is rms_norm_eps of the model's config.json",
         )
         self.config, self.router = config, router
         self.shared_activation = shared_activation or config.activation
@@ -235,6 +257,7 @@ class MoEBlock:
           MegaMoEError: an activation that `MegaMoE` does not compute, config.json of another model,
             or one without an entry that is needed.
         """
+        _check_checkpoint(checkpoint)
         fields = {
             **checkpoint.config(checkpoint.layers[0]),
             "max_tokens_per_rank": max_tokens_per_rank,
@@ -286,41 +309,42 @@ class MoEBlock:
         mask: jax.Array | None = None,
         return_stats: bool = False,
     ) -> Any:
-        """Runs the block on global arrays; N tokens over R' = product of `token_axes` shards.
+        """Runs the block on global arrays; their first axis is sharded over `token_axes`.
 
         Args:
-          x: [N, H] bfloat16; N is a multiple of R', N/R' at most config.max_tokens_per_rank.
+          x: [..., H] bfloat16, usually [N, H] or [B, S, H]; the first axis is a multiple of R', the
+            product of `token_axes`' sizes, and a shard has at most config.max_tokens_per_rank
+            tokens.
           weights: from `shard`.
-          token_ids: [N] int32 or int64; hash layers of DeepSeek-V4 need them, others ignore them.
-          mask: [N] bool, False for padding: such rows of y are 0, whatever x holds there.
+          token_ids: [...] int32 or int64; hash layers of DeepSeek-V4 need them, others ignore them.
+          mask: [...] bool, False for padding: such rows of y are 0, whatever x holds there.
           return_stats: also return `MoEStats`.
 
         Returns:
-          y [N, H] bfloat16, sharded like x; or (y, MoEStats). Gradients exist with respect to x
-          and to the floating-point arrays in weights.
+          y [..., H] bfloat16, shaped and sharded like x; or (y, MoEStats). Gradients exist with
+          respect to x and to the floating-point arrays in weights.
 
         Raises:
-          MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit, or a hash
-            layer without token_ids.
+          MegaMoEError: at trace time, for operands that are no arrays, for shapes, dtypes or
+            layouts that do not fit, or a hash layer without token_ids.
           Others at run time, see `MegaMoE.__call__`.
         """
         layer = self.layer
         shards = int(np.prod([layer.mesh.shape[name] for name in layer.token_axes]))
+        x, token_ids, mask = map(as_array, (x, token_ids, mask))
         _check_weights(weights, self.config)
-        check_array(x, "x", ("N", _width(weights)), ("bfloat16",), "cast x to bfloat16")
+        _check_x(x, weights)
         check(
             x.shape[0] % shards == 0,
             "x",
-            got=f"{x.shape[0]} rows",
-            want=f"a multiple of {shards} token shards",
+            got=describe(x),
+            want=f"a first axis that is a multiple of {shards} token shards",
             remedy="add rows, and a mask that is False for them",
         )
-        rows = x.shape[:1]
-        if token_ids is not None:
-            ints = ("int32", "int64")
-            check_array(token_ids, "token_ids", rows, ints, "one id per row of x, flattened")
-        if mask is not None:
-            check_array(mask, "mask", rows, ("bool",), "True for tokens, False for padding")
+        _check_others(x.shape[:-1], token_ids, mask)
+        check_weights(weights.experts, self.config, self.config.num_experts)
+        layer_lib.check_layout(weights.experts, self._site.layer.layout)
+        check_rows(int(np.prod(x.shape[:-1])) // shards, self.config)
         tokens = P(layer.token_axes)
         specs = _specs(layer.axis, layer.token_axes)
         operands = layer_lib.reshard_explicit(
@@ -343,7 +367,7 @@ class MoEBlock:
     ) -> Any:
         """One rank's part, for use inside `jax.shard_map` over the block's mesh.
 
-        Args, Returns, Raises: as `__call__` for this rank's rows only, weights.experts with E/R
+        Args, Returns, Raises: as `__call__` for this rank's tokens only, weights.experts with E/R
         experts, router and shared expert whole; see `MegaMoE.local` too.
         """
         y, stats = _local_call(self._site, x, weights, token_ids, mask)
@@ -376,15 +400,19 @@ def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_st
 
 def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     """One rank's (y, `MoEStats`)."""
+    x, token_ids, mask = map(as_array, (x, token_ids, mask))
     _check_weights(weights, site.layer.config)
-    check_array(x, "x", ("T", _width(weights)), ("bfloat16",), "cast x to bfloat16")
+    _check_x(x, weights, PER_RANK)
+    _check_others(x.shape[:-1], token_ids, mask, PER_RANK)
+    leading, x = x.shape[:-1], flatten_leading(x)
+    token_ids, mask = (a if a is None else a.reshape(x.shape[0]) for a in (token_ids, mask))
     router, shared, latent = weights.router, weights.shared, weights.latent or {}
     table = router.get("tid2eid")
     check(
         table is None or token_ids is not None,
         "token_ids",
         got="None",
-        want=f"[{x.shape[0]}] int32 or int64: the experts of this layer are looked up by token",
+        want=f"int32 or int64 {list(leading)}: the experts of this layer are looked up by token",
         remedy="pass the ids of the tokens, in the order of the rows of x",
     )
     topk_idx, topk_weights = site.router(
@@ -415,7 +443,43 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
         y = linear(y, latent["up"])
     if shared:
         y = y.astype(jnp.float32) + shared_expert(x, shared, site.shared_activation)
-    return y.astype(jnp.bfloat16), stats
+    return y.astype(jnp.bfloat16).reshape(*leading, y.shape[-1]), stats
+
+
+def _check_checkpoint(checkpoint: object) -> None:
+    check(
+        isinstance(checkpoint, Checkpoint),
+        "checkpoint",
+        got=describe(checkpoint),
+        want="a jax_megamoe.checkpoints.Checkpoint",
+        remedy="open a directory with jax_megamoe.checkpoints.open(path)",
+    )
+
+
+def _check_x(x, weights: BlockWeights, where: str = "") -> None:
+    width = _width(weights)
+    remedy = f"the block's weights are those of a model with {width} channels, along x's last axis"
+    check_array(x, "x", ("...", width), ("bfloat16",), remedy, where=where)
+
+
+def _check_others(leading: tuple[int, ...], token_ids, mask, where: str = "") -> None:
+    """Checks what else a call has for each token."""
+    if token_ids is not None:
+        remedy = "one id for each token of x"
+        check_array(token_ids, "token_ids", leading, ("int32", "int64"), remedy, where=where)
+    if mask is not None:
+        remedy = "one for each token of x: True for tokens, False for padding"
+        check_array(mask, "mask", leading, ("bool",), remedy, cast=remedy, where=where)
+
+
+def _check_dict(operand: str, value: object, *, allow_none: bool) -> None:
+    check(
+        isinstance(value, dict) or (value is None and allow_none),
+        operand,
+        got=describe(value),
+        want="a dict of arrays, see jax_megamoe.blocks.BlockWeights",
+        remedy=_RELOAD,
+    )
 
 
 def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
@@ -423,10 +487,20 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
     check(
         isinstance(weights, BlockWeights),
         "weights",
-        got=type(weights).__name__,
+        got=describe(weights),
         want="a jax_megamoe.blocks.BlockWeights",
         remedy=_RELOAD,
     )
+    check(
+        isinstance(weights.experts, ExpertWeights),
+        "weights.experts",
+        got=describe(weights.experts),
+        want="jax_megamoe.ExpertWeights",
+        remedy=_RELOAD,
+    )
+    for name in ("router", "shared", "latent"):
+        value = getattr(weights, name)
+        _check_dict(f"weights.{name}", value, allow_none=name != "router")
     router, shared, latent = weights.router, weights.shared, weights.latent or {}
     num_experts, hidden = config.num_experts, config.hidden
     if latent:

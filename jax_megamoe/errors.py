@@ -2,36 +2,146 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 
 class MegaMoEError(ValueError):
     """A mistake in shapes, dtypes, ranges or meshes, found before anything runs."""
 
 
+def refuse(operand: str, *, got: object, want: str, remedy: str) -> NoReturn:
+    """Raises `MegaMoEError` with operand, got, want and remedy."""
+    first = remedy.split()[0]
+    if first == "a" or (first.isalpha() and len(first) > 1):  # a word, not a name such as x
+        remedy = remedy[0].upper() + remedy[1:]
+    raise MegaMoEError(f"jax_megamoe: {operand}: got {got}; expected {want}. {remedy}.")
+
+
 def check(condition: bool, operand: str, *, got: object, want: str, remedy: str) -> None:
-    """Raises `MegaMoEError` with operand, got, want and remedy unless `condition` holds."""
+    """`refuse`, unless `condition` holds."""
     if not condition:
-        first = remedy.split()[0]
-        if first.isalpha() and len(first) > 1:  # a word, not a name such as x or layer.shard
-            remedy = remedy[0].upper() + remedy[1:]
-        raise MegaMoEError(f"jax_megamoe: {operand}: got {got}; expected {want}. {remedy}.")
+        refuse(operand, got=got, want=want, remedy=remedy)
+
+
+def is_array(value: object) -> bool:
+    """Whether `value` holds numbers as JAX takes them: its own arrays, tracers, numpy's arrays."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(
+        value, np.ma.MaskedArray
+    )
+
+
+def as_array(value: Any) -> Any:
+    """`value`, or the array that it says it stands for: a parameter of a neural-network library."""
+    if not is_array(value) and hasattr(value, "__jax_array__"):
+        return value.__jax_array__()
+    return value
+
+
+def describe(value: object) -> str:
+    """What was passed, for a message: dtype and shape of an array, otherwise type and value."""
+    if is_array(value):
+        return f"{value.dtype}{list(value.shape)}"  # type: ignore[attr-defined]
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None:
+        return "None"
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return f"{value!r}, a {type(value).__name__}".replace(", a int", ", an int")
+    if isinstance(value, (list, tuple, dict)) and not hasattr(value, "_fields"):
+        kind = type(value).__name__
+        return f"{kind} of {len(value)}" if value else f"an empty {kind}"
+    name = type(value).__name__
+    if type(value).__module__ != "builtins":
+        name = f"{type(value).__module__.partition('.')[0]}.{name}"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or shape is None:
+        return name
+    return f"{name} {dtype}{list(shape)}"
+
+
+def spell_shape(shape: tuple[object, ...]) -> str:
+    """("...", 128) -> "[..., 128]"."""
+    return "[" + ", ".join(str(d) for d in shape) + "]"
 
 
 def check_array(
-    array: object, operand: str, shape: tuple[object, ...], dtypes: tuple[str, ...], remedy: str
+    array: object,
+    operand: str,
+    shape: tuple[object, ...],
+    dtypes: tuple[str, ...],
+    remedy: str,
+    *,
+    cast: str | None = None,
+    where: str = "",
 ) -> None:
-    """Checks an array's shape and dtype; a str in `shape` is a free dimension with that name."""
-    got_dtype, got_shape = getattr(array, "dtype", None), getattr(array, "shape", None)
-    spelled = "[" + ", ".join(str(d) for d in shape) + "]"
-    want = f"{' or '.join(dtypes)} {spelled}"
-    if got_shape is None:
-        got, fits = type(array).__name__, False
+    """Checks that `array` is an array, its dtype and its shape, in this order.
+
+    Args:
+      array: what was passed.
+      operand: its name.
+      shape: wanted; a str is a free dimension with that name, "..." at the start one or more.
+      dtypes: wanted, one of them.
+      remedy: for a wrong shape.
+      cast: the remedy for a wrong dtype; None finds one.
+      where: what follows the wanted shape, such as " on each rank".
+    """
+    want = f"{' or '.join(dtypes)} {spell_shape(shape)}{where}"
+    got = describe(array)
+    if not is_array(array):
+        refuse(operand, got=got, want=want, remedy=_conversion(array, dtypes[0]))
+    dtype, own_shape = array.dtype, array.shape  # type: ignore[attr-defined]
+    if str(dtype) not in dtypes:
+        refuse(operand, got=got, want=want, remedy=cast or _cast(dtype, dtypes[0]))
+    last = shape
+    if shape and shape[0] == "...":
+        last = shape[1:]
+        fits = len(own_shape) >= len(shape)
+        own_shape = own_shape[len(own_shape) - len(last) :]
     else:
-        got = f"{got_dtype}{list(got_shape)}"
-        fits = len(got_shape) == len(shape) and all(
-            isinstance(want_d, str) or got_d == want_d
-            for got_d, want_d in zip(got_shape, shape, strict=True)
+        fits = len(own_shape) == len(shape)
+    fits = fits and all(
+        isinstance(want_d, str) or got_d == want_d
+        for got_d, want_d in zip(own_shape, last, strict=True)
+    )
+    check(fits, operand, got=got, want=want, remedy=remedy)
+
+
+def _conversion(value: object, dtype: str) -> str:
+    """Remedy for what is no array."""
+    if value is None:
+        return "this operand cannot be left out"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return (
+            "a ShapeDtypeStruct holds no values: pass it to jax.eval_shape or to the lower method "
+            "of a jitted function, and an array here"
         )
-    check(fits and str(got_dtype) in dtypes, operand, got=got, want=want, remedy=remedy)
+    if isinstance(value, np.ma.MaskedArray):
+        return "the mask would be lost: pass value.filled(...), a plain array"
+    if isinstance(value, (dict, str, bytes, type)) or callable(value):
+        return "pass a jax or numpy array; look whether the operands are in the right order"
+    return f"pass a jax or numpy array, for instance jnp.asarray(..., jnp.{dtype})"
+
+
+def _kind(dtype: Any) -> str:
+    for kind in ("floating", "integer", "bool_"):
+        if jnp.issubdtype(dtype, getattr(jnp, kind)):
+            return kind
+    return "other"
+
+
+def _cast(dtype: Any, want: str) -> str:
+    """Remedy for an array of another dtype."""
+    if str(dtype) == "int8" and want == "uint8":
+        return "reinterpret the bytes with .view(jnp.uint8)"
+    own, wanted = _kind(dtype), _kind(jnp.dtype(want))
+    narrow = own == "floating" and jnp.dtype(dtype).itemsize == 1  # its scales stand elsewhere
+    if own == wanted and not narrow:
+        return f"cast it with .astype(jnp.{want})"
+    return "look whether the operands are in the right order, and where this one comes from"
 
 
 def check_positive_int(value: object, operand: str, owner: str) -> None:

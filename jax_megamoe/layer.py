@@ -19,8 +19,18 @@ from jax_megamoe import quantize, unfused
 from jax_megamoe import weights as weights_lib
 from jax_megamoe._ffi import TARGET, native
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import check, check_array, describe, is_array
 from jax_megamoe.failures import check_failures
+from jax_megamoe.operands import (
+    PER_RANK,
+    as_operand,
+    axis_size,
+    check_first_axis,
+    check_rows,
+    check_slots,
+    check_tokens,
+    flatten_leading,
+)
 from jax_megamoe.padding import pad_tokens, pad_weights
 from jax_megamoe.symmetric import (
     SymmetricBuffer,
@@ -31,7 +41,7 @@ from jax_megamoe.symmetric import (
 )
 from jax_megamoe.weights import ExpertWeights
 
-#: BF16 tokens, or a pair (E4M3 codes [tokens, H], UE8M0 scales [tokens, H/32]).
+#: BF16 tokens, or a pair (E4M3 codes [..., H], UE8M0 scales [..., H/32]).
 Tokens = jax.Array | tuple[jax.Array, jax.Array]
 
 
@@ -98,13 +108,15 @@ class MegaMoE:
         check(
             isinstance(config, MegaMoEConfig),
             "config",
-            got=type(config).__name__,
+            got=describe(config),
             want="a jax_megamoe.MegaMoEConfig",
             remedy="build it with MegaMoEConfig(num_experts=..., top_k=..., ...)",
         )
         self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
         self._closed = False
         self.config, self.mesh, self.axis = config, mesh, axis
+        if isinstance(token_axes, str):
+            token_axes = (token_axes,)
         self.token_axes = tuple(mesh.axis_names) if token_axes is None else tuple(token_axes)
         check(
             axis in self.token_axes and set(self.token_axes) <= set(mesh.axis_names),
@@ -192,46 +204,39 @@ class MegaMoE:
         num_tokens: jax.Array | None = None,
         return_stats: bool = False,
     ) -> Any:
-        """Runs the layer on global arrays; N tokens over R' = product of `token_axes` shards.
+        """Runs the layer on global arrays; their first axis is sharded over `token_axes`.
 
         Args:
-          x: [N, H] bfloat16, or a pair (codes [N, H] float8_e4m3fn or uint8, sf [N, H/32] uint8 or
-            float8_e8m0fnu) that is already quantised, with equal scales within each group of
-            config.activation_granularity (checked outside of jit, where values are known, and by
-            kernels on GPUs). N is a multiple of R', N/R' at most config.max_tokens_per_rank.
-          topk_idx: [N, K] int32 or int64 expert ids; -1 leaves a slot out.
-          topk_weights: [N, K] float32, bfloat16 or float16 routing weights.
+          x: [..., H] bfloat16, usually [N, H] or [B, S, H]; or a pair (codes [..., H] float8_e4m3fn
+            or uint8, sf [..., H/32] uint8 or float8_e8m0fnu) that is already quantised, with equal
+            scales within each group of config.activation_granularity (checked outside of jit, where
+            values are known, and by kernels on GPUs). The first axis is a multiple of R', the
+            product of `token_axes`' sizes, and a shard has at most config.max_tokens_per_rank
+            tokens.
+          topk_idx: [..., K] int32 or int64 expert ids; -1 leaves a slot out.
+          topk_weights: [..., K] float32, bfloat16 or float16 routing weights.
           weights: from `shard`.
-          num_tokens: [R'] int32, leading rows of each shard that hold tokens; default all. Other
-            rows are ignored, whatever they hold, and come out as zero.
+          num_tokens: [R'] int32, leading tokens of each shard that are any; default all. A shard's
+            tokens count in row-major order of its leading axes. Others are ignored, whatever they
+            hold, and come out as zero. Padding that stands elsewhere, say at the end of each
+            sequence, is left out with ids of -1.
           return_stats: also return `MoEStats`.
 
         Returns:
-          y [N, H] bfloat16, sharded like x; or (y, MoEStats).
+          y [..., H] bfloat16, shaped and sharded like x; or (y, MoEStats).
 
         Raises:
-          MegaMoEError: at trace time, for shapes, dtypes or layouts that do not fit.
+          MegaMoEError: at trace time, for operands that are no arrays, or shapes, dtypes or layouts
+            that do not fit.
           jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of
             range, the buffers were closed, or (checked=True) an expert id is out of range.
           MegaMoERuntimeError: the same on GPUs, where only the closed buffers are known in time;
             see `check_failures`.
         """
-        shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
-        rows = x[0] if isinstance(x, tuple) else x
-        check(
-            hasattr(rows, "ndim") and rows.ndim == 2 and rows.shape[0] % shards == 0,
-            "x",
-            got=f"{getattr(rows, 'dtype', type(rows).__name__)}{list(getattr(rows, 'shape', ()))}",
-            want=f"[N, {self.config.hidden}] with N a multiple of {shards} token shards",
-            remedy="pad with rows and pass num_tokens, or call .local in a shard_map",
+        x, topk_idx, topk_weights, num_tokens = map(
+            as_operand, (x, topk_idx, topk_weights, num_tokens)
         )
-        if isinstance(x, tuple) and len(x) == 2:
-            quantize.check_group_scales(x[1], self.config.x_group, "x sf")
-        if num_tokens is not None:
-            check_array(
-                num_tokens, "num_tokens", (shards,), ("int32",), "one number per token shard"
-            )
-        weights_lib.check_weights(weights, self.config, self.config.num_experts)
+        self._check(x, topk_idx, topk_weights, weights, num_tokens)
         if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
             # Without x64 JAX would keep the low 32 bits only, which may be a valid expert.
             bounds = np.iinfo(np.int32)
@@ -243,6 +248,21 @@ class MegaMoE:
             (tokens, tokens, tokens, experts, tokens),
         )
         return _global_call(self._site, self.mesh, self.token_axes, return_stats)(*operands)
+
+    def _check(self, x: Any, topk_idx, topk_weights, weights, num_tokens) -> None:
+        """Checks the operands of `__call__` as the user sees them: all shards together."""
+        shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
+        leading = check_tokens(x, self.config)
+        check_first_axis(x, leading, shards, self.config)
+        check_rows(int(np.prod(leading)) // shards, self.config)
+        if isinstance(x, tuple):
+            quantize.check_group_scales(x[1], self.config.x_group, "x sf")
+        check_slots(topk_idx, topk_weights, leading, self.config)
+        if num_tokens is not None:
+            remedy = f"one number for each of the {shards} token shards, see MegaMoE.__call__"
+            check_array(num_tokens, "num_tokens", (shards,), ("int32",), remedy)
+        weights_lib.check_weights(weights, self.config, self.config.num_experts)
+        check_layout(weights, self._site.layout)
 
     def local(
         self,
@@ -259,9 +279,9 @@ class MegaMoE:
         Every rank of the axis has to make the call, with tokens or without. Further mesh axes may
         be in use: each place on them is an expert-parallel group of its own.
 
-        Args, Returns, Raises: as `__call__`, with this rank's rows only: x [T, H] with T at most
-        config.max_tokens_per_rank, weights of E/R experts, num_tokens an int32 scalar (or [1]),
-        MoEStats of this rank ([E/R] and [1]).
+        Args, Returns, Raises: as `__call__`, with this rank's tokens only: x [..., H] with at most
+        config.max_tokens_per_rank of them, weights of E/R experts, num_tokens an int or an int32
+        scalar (or [1]), MoEStats of this rank ([E/R] and [1]).
         """
         return local_call(
             self._site,
@@ -356,7 +376,11 @@ def local_call(
     x, topk_idx, topk_weights, num_tokens = _check_local(
         site, x, topk_idx, topk_weights, weights, num_tokens
     )
-    operands = (x, topk_idx, topk_weights, num_tokens, weights)
+    leading = topk_idx.shape[:-1]
+    x, topk_idx, topk_weights = jax.tree.map(flatten_leading, (x, topk_idx, topk_weights))
+    if isinstance(x, tuple):
+        x = (quantize.as_bytes(x[0]), quantize.as_bytes(x[1]))
+    operands = (x, topk_idx, topk_weights.astype(jnp.float32), num_tokens, weights)
     varying = _varying_axes(operands)
     check(
         site.num_ranks == 1 or not varying or site.axis in _varying_axes(x),
@@ -368,6 +392,7 @@ def local_call(
     )
     operands = _vary(operands, varying | {site.axis})
     y, received, status = _differentiable_call(site)(*operands)
+    y = y.reshape(*leading, y.shape[-1])
     if not return_stats:
         return y
     return y, MoEStats(received, *(status[word : word + 1] for word in range(status.shape[0])))
@@ -375,13 +400,7 @@ def local_call(
 
 def _check_local(site: Site, x, topk_idx, topk_weights, weights, num_tokens):
     config = site.config
-    try:
-        ranks = lax.axis_size(site.axis)
-    except NameError as error:
-        raise NameError(
-            f"jax_megamoe: MegaMoE.local: axis {site.axis!r} is not bound; expected a call inside "
-            "jax.shard_map over the layer's mesh. Outside, call the layer itself."
-        ) from error
+    ranks = axis_size(site.axis, "MegaMoE.local")
     check(
         ranks == site.num_ranks,
         f"size of axis {site.axis!r}",
@@ -389,49 +408,37 @@ def _check_local(site: Site, x, topk_idx, topk_weights, weights, num_tokens):
         want=f"{site.num_ranks}, as in the layer's mesh",
         remedy="use the layer's mesh in shard_map, or create a layer for this mesh",
     )
-    if isinstance(x, tuple):
-        check(len(x) == 2, "x", got=f"{len(x)} arrays", want="(codes, sf)", remedy="pass both")
-        codes, sf = x
-        remedy = "quantise with jax_megamoe.quantize.quantize_e4m3"
-        check_array(codes, "x codes", ("T", config.hidden), ("float8_e4m3fn", "uint8"), remedy)
-        rows = codes.shape[0]
-        sf_dtypes = ("uint8", "float8_e8m0fnu")
-        check_array(sf, "x sf", (rows, config.hidden // SF_GROUP), sf_dtypes, remedy)
-        x = (quantize.as_bytes(codes), quantize.as_bytes(sf))
-    else:
-        remedy = "cast with x.astype(jnp.bfloat16), or pass a quantised (codes, sf) pair"
-        check_array(x, "x", ("T", config.hidden), ("bfloat16",), remedy)
-        rows = x.shape[0]
+    x, topk_idx, topk_weights, num_tokens = map(as_operand, (x, topk_idx, topk_weights, num_tokens))
+    leading = check_tokens(x, config, PER_RANK)
+    check_rows(int(np.prod(leading)), config)
+    check_slots(topk_idx, topk_weights, leading, config, PER_RANK)
+    weights_lib.check_weights(weights, config, config.local_experts(ranks), PER_RANK)
+    check_layout(weights, site.layout)
+    if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
+        num_tokens = np.clip(num_tokens, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+        num_tokens = np.int32(num_tokens)
+    if num_tokens is not None:
+        check(
+            is_array(num_tokens) and num_tokens.size == 1 and num_tokens.dtype == jnp.int32,
+            "num_tokens",
+            got=describe(num_tokens),
+            want="an int32 scalar on each rank",
+            remedy="pass this rank's number of tokens, the one that falls to it of those given to "
+            "the layer itself",
+        )
+        num_tokens = jnp.asarray(num_tokens).reshape(1)
+    return x, topk_idx, topk_weights, num_tokens
+
+
+def check_layout(weights: ExpertWeights, layout: str) -> None:
+    """Checks that weights are in the layout of a back end."""
     check(
-        rows <= config.max_tokens_per_rank,
-        "x",
-        got=f"{rows} rows on a rank",
-        want=f"at most max_tokens_per_rank = {config.max_tokens_per_rank}",
-        remedy="raise max_tokens_per_rank or split the batch",
-    )
-    remedy = "one row per token, one column per slot; fill unused slots with -1"
-    check_array(topk_idx, "topk_idx", (rows, config.top_k), ("int32", "int64"), remedy)
-    floats = ("float32", "bfloat16", "float16")
-    check_array(topk_weights, "topk_weights", (rows, config.top_k), floats, "cast to float32")
-    weights_lib.check_weights(weights, config, config.local_experts(ranks))
-    check(
-        weights.layout == site.layout,
+        weights.layout == layout,
         "weights.layout",
         got=repr(weights.layout),
-        want=f"{site.layout!r}, the layout of this back end",
+        want=f"{layout!r}, the layout of this back end",
         remedy="call layer.shard(weights) once, outside the step",
     )
-    if num_tokens is not None:
-        num_tokens = jnp.asarray(num_tokens)
-        check(
-            num_tokens.size == 1 and num_tokens.dtype == jnp.int32,
-            "num_tokens",
-            got=f"{num_tokens.dtype}{list(num_tokens.shape)}",
-            want="an int32 scalar",
-            remedy="pass this rank's number of tokens",
-        )
-        num_tokens = num_tokens.reshape(1)
-    return x, topk_idx, topk_weights.astype(jnp.float32), num_tokens
 
 
 def _varying_axes(tree: Any) -> set[str]:
@@ -501,9 +508,9 @@ def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: Expert
     @call.def_vmap
     def refuse(*_):
         raise NotImplementedError(
-            "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one token axis. "
-            "Fold the batch into it: x.reshape(-1, hidden), topk_idx and topk_weights alike, with "
-            "max_tokens_per_rank large enough for all rows."
+            "jax_megamoe: jax.vmap over MegaMoE: got a batched operand; expected one call for "
+            "all of them. Pass the batch as a leading axis of x, topk_idx and topk_weights, with "
+            "max_tokens_per_rank large enough for all tokens."
         )
 
     ep_rank = lax.axis_index(site.axis).reshape(1)

@@ -10,7 +10,7 @@ Routers are plain JAX: they can be jitted, differentiated, and called inside `sh
 after reading x and w_gate is FP32. Experts with equal scores are chosen by lowest number, and so
 are groups. docs/routers.md has the formulas side by side, and what other implementations round.
 
-Below, z are the logits [T, E] of T tokens and E experts, K is top_k, topk picks by size, largest
+Below, z are the logits [..., E] of tokens for E experts, K is top_k, topk picks by size, largest
 first, and w are the routing weights of the experts idx.
 """
 
@@ -21,10 +21,11 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.errors import check, check_array, check_positive_int
+from jax_megamoe.errors import as_array, check, check_array, check_positive_int, describe
 
 #: What `Router.scores` may be.
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax", "logits")
@@ -68,6 +69,9 @@ class Router:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():  # numpy's numbers as Python's
+            if isinstance(value, np.generic):
+                object.__setattr__(self, name, value.item())
         for name in ("top_k", "n_group", "topk_group"):
             check_positive_int(getattr(self, name), name, "a router")
         check(
@@ -107,6 +111,13 @@ class Router:
             "over all of them",
         )
         check(
+            isinstance(self.norm_topk_prob, bool),
+            "norm_topk_prob",
+            got=describe(self.norm_topk_prob),
+            want="True or False",
+            remedy="it says whether the chosen scores are divided by their sum",
+        )
+        check(
             isinstance(self.routed_scaling_factor, (int, float))
             and math.isfinite(self.routed_scaling_factor),
             "routed_scaling_factor",
@@ -128,22 +139,23 @@ class Router:
         """Routes the tokens x.
 
         Args:
-          x: [T, H] float32, bfloat16 or float16, the input of the MoE block.
+          x: [..., H] float32, bfloat16 or float16, the input of the MoE block.
           w_gate: [E, H], same dtypes; row e belongs to expert e, as in checkpoints.
           bias, tid2eid, token_ids, mask: see `from_logits`.
 
         Returns:
-          topk_idx [T, K] int32 and topk_weights [T, K] float32, as `MegaMoE` takes them. Gradients
-          with respect to x and w_gate pass through topk_weights.
+          topk_idx [..., K] int32 and topk_weights [..., K] float32, as `MegaMoE` takes them.
+          Gradients with respect to x and w_gate pass through topk_weights.
 
         Raises:
           MegaMoEError: shapes or dtypes that do not fit, a missing or a superfluous operand.
         """
-        check_array(x, "x", ("T", "H"), _FLOATS, "flatten batch and sequence into one axis first")
-        _check_mask(mask, x.shape[0])
+        x, w_gate, mask = map(as_array, (x, w_gate, mask))
+        check_array(x, "x", ("...", "H"), _FLOATS, "the last axis has the channels of a token")
+        _check_mask(mask, x.shape[:-1])
         if mask is not None:
             # Logits of padding are cleared below, but 0 * NaN would reach the gradient of w_gate.
-            x = jnp.where(jnp.asarray(mask)[:, None], x, 0)
+            x = jnp.where(jnp.asarray(mask)[..., None], x, 0)
         check(
             bias is not None or self.bias_role != "logits",
             "bias",
@@ -168,24 +180,25 @@ class Router:
         """Routes tokens whose logits x @ w_gate.T are known.
 
         Args:
-          logits: [T, E] float32, bfloat16 or float16.
+          logits: [..., E] float32, bfloat16 or float16.
           bias: [E], same dtypes. For `bias_role` "selection" it is required, unless experts are
             looked up; pass zeros if the model has none. For "logits" it is added; None if the
             logits have it already.
           tid2eid: [vocab, K] int32 or int64, expert numbers of each token id, instead of choosing
             by score: hash layers of DeepSeek-V4. Takes the place of `bias`, needs `token_ids`, and
             groups are not looked at. -1 is a slot not routed, an expert named twice counts twice.
-          token_ids: [T] int32 or int64. A token whose id is outside [0, vocab) gets expert number
+          token_ids: [...] int32 or int64. A token whose id is outside [0, vocab) gets expert number
             E, which a layer counts as out of range or, if `checked`, refuses.
-          mask: [T] bool, False for padding: its slots are -1, with weight 0, and whatever x or
+          mask: [...] bool, False for padding: its slots are -1, with weight 0, and whatever x or
             logits hold there, NaN included, reaches neither results nor gradients.
 
         Returns, Raises: see `__call__`.
         """
-        check_array(
-            logits, "logits", ("T", "E"), _FLOATS, "one row per token, one column per expert"
-        )
-        num_tokens, num_experts = logits.shape
+        logits, bias, mask = map(as_array, (logits, bias, mask))
+        tid2eid, token_ids = map(as_array, (tid2eid, token_ids))
+        remedy = "the last axis has one logit per expert"
+        check_array(logits, "logits", ("...", "E"), _FLOATS, remedy)
+        *leading, num_experts = logits.shape
         check(
             self.top_k <= num_experts,
             "top_k",
@@ -194,16 +207,16 @@ class Router:
             remedy="w_gate is [experts, hidden], logits are [tokens, experts]",
         )
         self._check_groups(num_experts)
-        _check_mask(mask, num_tokens)
+        _check_mask(mask, tuple(leading))
         hashed = tid2eid is not None or token_ids is not None
         if hashed:
-            self._check_table(tid2eid, token_ids, bias, num_tokens)
+            self._check_table(tid2eid, token_ids, bias, tuple(leading))
         else:
             self._check_bias(bias, num_experts)
 
         z = jnp.asarray(logits).astype(jnp.float32)
         if mask is not None:
-            mask = jnp.asarray(mask)[:, None]
+            mask = jnp.asarray(mask)[..., None]
             z = jnp.where(mask, z, 0.0)
         if bias is not None:
             bias = jnp.asarray(bias).astype(jnp.float32)
@@ -215,13 +228,13 @@ class Router:
         else:
             idx = self._choose(scores if bias is None else scores + bias)
         known = (idx >= 0) & (idx < num_experts)
-        chosen = jnp.take_along_axis(scores, jnp.where(known, idx, 0), axis=1)
+        chosen = jnp.take_along_axis(scores, jnp.where(known, idx, 0), axis=-1)
         if self.scores == "logits":
-            weights = jax.nn.softmax(chosen, axis=1)
+            weights = jax.nn.softmax(chosen, axis=-1)
         else:
             weights = jnp.where(known, chosen, 0.0)
             if self.norm_topk_prob:
-                total = jnp.sum(weights, axis=1, keepdims=True)
+                total = jnp.sum(weights, axis=-1, keepdims=True)
                 weights = _divide(weights, total + NORM_EPS)
         weights = weights * jnp.float32(self.routed_scaling_factor)
         if mask is not None:
@@ -229,17 +242,17 @@ class Router:
         return idx, weights
 
     def _choose(self, scores: jax.Array) -> jax.Array:
-        """Biased scores [T, E] -> numbers of the K best experts [T, K] int32, best first."""
-        num_tokens, num_experts = scores.shape
+        """Biased scores [..., E] -> numbers of the K best experts [..., K] int32, best first."""
+        *leading, num_experts = scores.shape
         scores = jax.lax.stop_gradient(scores)
         scores = jnp.where(scores == 0, 0.0, scores)  # top_k puts 0.0 before -0.0
         if self.n_group > 1:
-            grouped = scores.reshape(num_tokens, self.n_group, num_experts // self.n_group)
+            grouped = scores.reshape(*leading, self.n_group, num_experts // self.n_group)
             best_two, _ = jax.lax.top_k(grouped, 2)
             _, groups = jax.lax.top_k(jnp.sum(best_two, axis=-1), self.topk_group)
             numbers = jnp.arange(self.n_group, dtype=groups.dtype)
-            kept = jnp.any(groups[:, :, None] == numbers, axis=1)  # [T, n_group]
-            scores = jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+            kept = jnp.any(groups[..., None] == numbers, axis=-2)  # [..., n_group]
+            scores = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
         return jax.lax.top_k(scores, self.top_k)[1].astype(jnp.int32)
 
     def _check_groups(self, num_experts: int) -> None:
@@ -282,7 +295,7 @@ class Router:
             check_array(bias, "bias", (num_experts,), _FLOATS, "one number per expert")
 
     def _check_table(
-        self, tid2eid: object, token_ids: object, bias: object, num_tokens: int
+        self, tid2eid: object, token_ids: object, bias: object, leading: tuple[int, ...]
     ) -> None:
         check(
             tid2eid is not None and token_ids is not None,
@@ -306,7 +319,7 @@ class Router:
             remedy="layers below num_hash_layers have a table, the others a bias",
         )
         check_array(tid2eid, "tid2eid", ("vocab", self.top_k), _INTS, "top_k columns of numbers")
-        check_array(token_ids, "token_ids", (num_tokens,), _INTS, "one id per row of x, flattened")
+        check_array(token_ids, "token_ids", leading, _INTS, "one id for each token of x")
 
 
 # Families ----------------------------------------------------------------------------------------
@@ -449,12 +462,16 @@ def qwen3_moe(*, top_k: int = 8, norm_topk_prob: bool = True) -> Router:
 def expert_load(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     """Slots per expert, [E] int32; slots that are -1 or out of range do not count.
 
-    topk_idx is [T, K] int32 or int64. Within `shard_map` these are the slots of this shard: sum
+    topk_idx is [..., K] int32 or int64. Within `shard_map` these are the slots of this shard: sum
     them with `jax.lax.psum`. `MoEStats.tokens_per_expert` has the same numbers after a call.
     """
-    check_array(topk_idx, "topk_idx", ("T", "K"), _INTS, "pass what a router returned")
+    check_array(topk_idx, "topk_idx", ("...", "K"), _INTS, "pass what a router returned")
+    if isinstance(num_experts, np.integer):
+        num_experts = int(num_experts)
+    check_positive_int(num_experts, "num_experts", "expert_load")
     experts = jnp.arange(num_experts, dtype=topk_idx.dtype)
-    return jnp.sum(topk_idx[:, :, None] == experts, axis=(0, 1), dtype=jnp.int32)
+    axes = tuple(range(topk_idx.ndim))
+    return jnp.sum(topk_idx[..., None] == experts, axis=axes, dtype=jnp.int32)
 
 
 def update_bias(bias: jax.Array, load: jax.Array, rate: float = 0.001) -> jax.Array:
@@ -480,42 +497,43 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 0.001) -> jax.Ar
 
 
 def gate_logits(x: jax.Array, w_gate: jax.Array) -> jax.Array:
-    """x [T, H] @ w_gate [E, H] transposed, summed in FP32: [T, E] float32.
+    """x [..., H] @ w_gate [E, H] transposed, summed in FP32: [..., E] float32.
 
     If both are bfloat16, or both float16, their products are exact in FP32 and the product stays
     one of that format with FP32 sums, which tensor cores do. Otherwise both are widened first.
     """
-    check_array(x, "x", ("T", "H"), _FLOATS, "flatten batch and sequence into one axis first")
+    check_array(x, "x", ("...", "H"), _FLOATS, "the last axis has the channels of a token")
     check_array(
-        w_gate, "w_gate", ("E", x.shape[1]), _FLOATS, "one row per expert; transpose [H, E] first"
+        w_gate, "w_gate", ("E", x.shape[-1]), _FLOATS, "one row per expert; transpose [H, E] first"
     )
     return linear(x, w_gate)
 
 
 def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [T, K] @ w [N, K] transposed, with the precision of `gate_logits`: [T, N] float32."""
+    """x [..., K] @ w [N, K] transposed, as precise as `gate_logits`: [..., N] float32."""
     x, w = jnp.asarray(x), jnp.asarray(w)
     if x.dtype == w.dtype and x.dtype != jnp.float32:
-        return jnp.einsum("tk,nk->tn", x, w, preferred_element_type=jnp.float32)
+        return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32)
     # On GPUs the default precision of float32 is TF32, which would tip close decisions.
     return jnp.einsum(
-        "tk,nk->tn",
+        "...k,nk->...n",
         x.astype(jnp.float32),
         w.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
     )
 
 
-def _check_mask(mask: object, num_tokens: int) -> None:
+def _check_mask(mask: object, leading: tuple[int, ...]) -> None:
     if mask is not None:
-        check_array(mask, "mask", (num_tokens,), ("bool",), "True for tokens, False for padding")
+        remedy = "one for each token: True for tokens, False for padding"
+        check_array(mask, "mask", leading, ("bool",), remedy, cast=remedy)
 
 
 def _scores(kind: str, z: jax.Array) -> jax.Array:
     if kind == "sigmoid":
         return jax.nn.sigmoid(z)
     if kind == "softmax":
-        return jax.nn.softmax(z, axis=1)
+        return jax.nn.softmax(z, axis=-1)
     if kind == "sqrtsoftplus":
         # Far out softplus underflows, and the square root's slope there is infinite.
         tail = z < _SOFTPLUS_TAIL

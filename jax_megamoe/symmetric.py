@@ -18,9 +18,12 @@ from jax_megamoe._ffi import mesh_backend, native, register
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import Activation, MegaMoEConfig
-from jax_megamoe.errors import MegaMoEError, check
+from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe
 from jax_megamoe.failures import raise_in_main_thread
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
+
+#: Names of back ends.
+_BACKENDS = ("cpu", "sm_90a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,23 @@ class Region:
 
 def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> native.MoeShape:
     """The native shape of `config` on `num_ranks` ranks; source of every derived size."""
+    check(
+        isinstance(config, MegaMoEConfig),
+        "config",
+        got=describe(config),
+        want="a jax_megamoe.MegaMoEConfig",
+        remedy="build it with MegaMoEConfig(num_experts=..., top_k=..., ...)",
+    )
+    if isinstance(num_ranks, np.integer):
+        num_ranks = int(num_ranks)
+    check_positive_int(num_ranks, "num_ranks", "the buffer's size")
+    check(
+        backend in _BACKENDS,
+        "backend",
+        got=repr(backend),
+        want=f"one of {_BACKENDS}",
+        remedy="layer.backend has the name of a layer's",
+    )
     config.local_experts(num_ranks)
     sizes = {
         "num_ranks": num_ranks,
@@ -256,7 +276,7 @@ def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
     check(
         isinstance(mesh, Mesh),
         "mesh",
-        got=type(mesh).__name__,
+        got=describe(mesh),
         want="a jax.sharding.Mesh of devices",
         remedy="build it with jax.make_mesh",
     )

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +43,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import quantize, reference
 from jax_megamoe.config import BLOCK_N, SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import check, check_array, describe, is_array
+from jax_megamoe.operands import (
+    PER_RANK,
+    as_operand,
+    axis_size,
+    check_first_axis,
+    check_slots,
+    check_tokens,
+    flatten_leading,
+)
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import (
     ExpertWeights,
@@ -79,19 +89,27 @@ def widen_weights(weights: ExpertWeights) -> WideWeights:
     return WideWeights(*dequantize_stacked(weights, jnp.bfloat16), weights.b13, weights.b2)
 
 
-def _wide_weights(weights: ExpertWeights | WideWeights, config, num_experts: int) -> WideWeights:
+def _check_weights(weights, config: MegaMoEConfig, num_experts: int, where: str = "") -> None:
     if not isinstance(weights, WideWeights):
-        check_weights(weights, config, num_experts)
-        return widen_weights(crop_weights(weights, config))
+        check_weights(weights, config, num_experts, where)
+        return
     hidden, intermediate = config.hidden, config.intermediate
     remedy = "build them with jax_megamoe.unfused.widen_weights"
     shape = (num_experts, 2 * intermediate, hidden)
-    check_array(weights.w13, "weights.w13", shape, ("bfloat16",), remedy)
+    check_array(weights.w13, "weights.w13", shape, ("bfloat16",), remedy, where=where)
     shape = (num_experts, hidden, intermediate)
-    check_array(weights.w2, "weights.w2", shape, ("bfloat16",), remedy)
+    check_array(weights.w2, "weights.w2", shape, ("bfloat16",), remedy, where=where)
     shapes = (num_experts, 2 * intermediate), (num_experts, hidden)
-    check_biases(weights.b13, weights.b2, *shapes)
-    return weights
+    check_biases(weights.b13, weights.b2, *shapes, where)
+
+
+def _wide_weights(
+    weights: ExpertWeights | WideWeights, config, num_experts: int, where: str
+) -> WideWeights:
+    _check_weights(weights, config, num_experts, where)
+    if isinstance(weights, WideWeights):
+        return weights
+    return widen_weights(crop_weights(weights, config))
 
 
 class Pool(NamedTuple):
@@ -592,10 +610,10 @@ def local(
     Every rank has to call it with the same T, config, transport and gemm.
 
     Args:
-      x: [T, H] bfloat16, or a pair (codes [T, H] uint8 or float8_e4m3fn, sf [T, H/32] uint8 or
-        float8_e8m0fnu).
-      topk_idx: [T, K] int32 or int64. A slot with an id outside [0, E), such as -1, is dropped.
-      topk_weights: [T, K] float32, bfloat16 or float16; converted to float32.
+      x: [..., H] bfloat16, T tokens in row-major order; or a pair (codes [..., H] uint8 or
+        float8_e4m3fn, sf [..., H/32] uint8 or float8_e8m0fnu).
+      topk_idx: [..., K] int32 or int64. A slot with an id outside [0, E), such as -1, is dropped.
+      topk_weights: [..., K] float32, bfloat16 or float16; converted to float32.
       weights: this rank's E/R experts: `WideWeights`, or FP4 weights in any layout.
       config: shapes and activation.
       axis: mesh axis, or axes, of expert parallelism; of size R.
@@ -608,32 +626,41 @@ def local(
         but tokens travel as BF16, twice the bytes.
 
     Returns:
-      [T, H] bfloat16.
+      [..., H] bfloat16, shaped like x.
 
     Raises:
       MegaMoEError: shapes or dtypes that do not agree, or a transport or gemm that cannot run here.
     """
-    num_ranks = lax.axis_size(axis)
-    wide = _wide_weights(weights, config, config.local_experts(num_ranks))
+    num_ranks = axis_size(axis, "unfused.local")
+    wide = _wide_weights(weights, config, config.local_experts(num_ranks), PER_RANK)
     transport, gemm = choose(transport, gemm, differentiable, config)
+    x, topk_idx, topk_weights = map(as_operand, (x, topk_idx, topk_weights))
+    leading = check_tokens(x, config, PER_RANK)
+    check_slots(topk_idx, topk_weights, leading, config, PER_RANK)
+    if num_tokens is not None:
+        integer = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
+        integer = integer or (
+            is_array(num_tokens)
+            and num_tokens.size == 1
+            and jnp.issubdtype(num_tokens.dtype, jnp.integer)
+        )
+        check(
+            integer,
+            "num_tokens",
+            got=describe(num_tokens),
+            want="an integer scalar on each rank",
+            remedy="pass this rank's number of tokens",
+        )
+        num_tokens = jnp.asarray(num_tokens).reshape(())
+    x, topk_idx, topk_weights = jax.tree.map(flatten_leading, (x, topk_idx, topk_weights))
     straight_through = differentiable and not isinstance(x, tuple)
-    if differentiable and not isinstance(x, tuple):
-        check_array(x, "x", ("T", config.hidden), ("bfloat16",), "cast activations to bfloat16")
-        tokens = x.shape[0]
-    else:
+    if not straight_through:
         rows = reference.stage_input(x, config.x_group)
-        remedy = "x is [tokens, hidden] on each device"
-        check_array(rows[0], "x", ("T", config.hidden), ("uint8",), remedy)
-        tokens = rows[0].shape[0]
-    remedy = "one id and one weight per expert slot of a token"
-    check_array(topk_idx, "topk_idx", (tokens, config.top_k), ("int32", "int64"), remedy)
-    check_array(topk_weights, "topk_weights", (tokens, config.top_k), _FLOATS, remedy)
+    tokens = topk_idx.shape[0]
     if tokens == 0:  # T is the same on every rank, so no rank waits for another
-        return jnp.zeros((0, config.hidden), jnp.bfloat16)
+        return jnp.zeros((*leading, config.hidden), jnp.bfloat16)
     if differentiable:
         rows = _round_to_e4m3(x, config.x_group) if straight_through else _values(rows)
-    if num_tokens is not None:
-        num_tokens = jnp.asarray(num_tokens).reshape(())
 
     tile = _block_rows(gemm, tokens, config, num_ranks)
     topk_weights = topk_weights.astype(jnp.float32)
@@ -650,7 +677,8 @@ def local(
     gate_up = linear1(pool, wide.w13, wide.b13, gemm=gemm, block_rows=tile)
     acts = swiglu(gate_up, pool.topk_weights, config.activation, config.act_group)
     returned = linear2(acts, pool, wide.w2, wide.b2, gemm=gemm, block_rows=tile)
-    return combine(returned, pool, config, axis=axis, transport=transport)
+    y = combine(returned, pool, config, axis=axis, transport=transport)
+    return y.reshape(*leading, config.hidden)
 
 
 def mega_moe(
@@ -674,9 +702,9 @@ def mega_moe(
     `jax.shard_map` of your own.
 
     Args:
-      x: [R * T, H] bfloat16, or a pair (see `local`).
-      topk_idx: [R * T, K] int32 or int64.
-      topk_weights: [R * T, K] float.
+      x: [..., H] bfloat16, or a pair (see `local`); its first axis is a multiple of R.
+      topk_idx: [..., K] int32 or int64.
+      topk_weights: [..., K] float32, bfloat16 or float16.
       weights: all E experts: `WideWeights`, or FP4 weights in any layout.
       config: shapes and activation.
       mesh: the device mesh.
@@ -686,7 +714,7 @@ def mega_moe(
       check_vma: passed to `jax.shard_map`.
 
     Returns:
-      [R * T, H] bfloat16, sharded over `axis`.
+      [..., H] bfloat16, shaped like x, its first axis sharded over `axis`.
 
     Raises:
       MegaMoEError: see `local`.
@@ -707,7 +735,24 @@ def mega_moe(
             differentiable=differentiable,
         )
 
-    if isinstance(x, tuple) and len(x) == 2:  # within shard_map values cannot be looked at
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    check(
+        isinstance(mesh, Mesh) and set(axes) <= set(mesh.axis_names),
+        "mesh and axis",
+        got=f"{describe(mesh)} and {axis!r}",
+        want="a jax.sharding.Mesh and an axis, or axes, of it",
+        remedy="build the mesh with jax.make_mesh",
+    )
+    x, topk_idx, topk_weights = map(as_operand, (x, topk_idx, topk_weights))
+    ranks = math.prod(mesh.shape[name] for name in axes)
+    leading = check_tokens(x, config)
+    check_first_axis(x, leading, ranks, config)
+    check_slots(topk_idx, topk_weights, leading, config)
+    if num_tokens is not None:
+        dtypes = ("int32", "int64")
+        check_array(num_tokens, "num_tokens", (ranks,), dtypes, "one number for each rank")
+    _check_weights(weights, config, config.num_experts)
+    if isinstance(x, tuple):  # within shard_map values cannot be looked at
         quantize.check_group_scales(x[1], config.x_group, "x[1]")
     operands = (x, topk_idx, topk_weights, weights, num_tokens)
     if AxisType.Explicit in mesh.axis_types:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ import numpy as np
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import check, check_array, describe, is_array
 
 #: Gate and up rows alternate in groups of this many, so that one tile holds both halves of a pair.
 INTERLEAVE = 8
@@ -81,6 +82,88 @@ class ExpertWeights:
     def num_experts(self) -> int:
         return self.w13.shape[0]
 
+    @classmethod
+    def from_arrays(
+        cls,
+        w_gate: jax.Array,
+        w_gate_sf: jax.Array,
+        w_up: jax.Array,
+        w_up_sf: jax.Array,
+        w_down: jax.Array,
+        w_down_sf: jax.Array,
+        *,
+        b_gate: jax.Array | None = None,
+        b_up: jax.Array | None = None,
+        b_down: jax.Array | None = None,
+    ) -> ExpertWeights:
+        """Weights from MXFP4 codes and scales in JAX's own dtypes, bit for bit.
+
+        Args:
+          w_gate, w_up: [E, I, H] float4_e2m1fn, or [E, I, H/2] uint8 with two codes a byte, the
+            first in the low half. Row i produces intermediate channel i.
+          w_gate_sf, w_up_sf: [E, I, H/32] float8_e8m0fnu, or uint8 with their bytes.
+          w_down: [E, H, I] or [E, H, I/2], in the same way.
+          w_down_sf: [E, H, I/32], in the same way.
+          b_gate, b_up, b_down: biases [E, I], [E, I], [E, H] float32, bfloat16 or float16,
+            converted to float32. All or none.
+
+        Returns:
+          `ExpertWeights` in canonical layout; numpy arrays, in host memory, if all operands are
+          numpy arrays, otherwise jax arrays.
+
+        Raises:
+          MegaMoEError: shapes that do not agree, an unsupported dtype, widths that are no multiples
+            of 32, some biases but not all, or (outside jit) a scale that is NaN or a bias that is
+            not finite.
+        """
+        remedy = "weights are [experts, out, in]; transpose [in, out] matrices first"
+        num_experts, intermediate, hidden = _check_codes(w_gate, "w_gate", ("E", "I", "H"), remedy)
+        shape = (num_experts, intermediate, hidden)
+        _check_codes(w_up, "w_up", shape, remedy)
+        _check_codes(w_down, "w_down", (num_experts, hidden, intermediate), remedy)
+        for name, width in (("w_gate", hidden), ("w_down", intermediate)):
+            check(
+                width % SF_GROUP == 0,
+                name,
+                got=f"{width} numbers in a row",
+                want=f"a multiple of {SF_GROUP}",
+                remedy=f"one scale covers {SF_GROUP} of them; pad rows with codes and scales of 0",
+            )
+        sf = {"w_gate_sf": w_gate_sf, "w_up_sf": w_up_sf, "w_down_sf": w_down_sf}
+        cast = (
+            "scales are powers of two here: .astype(jnp.float8_e8m0fnu) keeps others only if they "
+            "are that, and weights with other scales go through jax_megamoe.quantize_weights"
+        )
+        for name, array in sf.items():
+            rows, columns = (
+                (hidden, intermediate) if name == "w_down_sf" else (intermediate, hidden)
+            )
+            shape = (num_experts, rows, columns // SF_GROUP)
+            remedy = f"one scale for each {SF_GROUP} codes of a row"
+            check_array(array, name, shape, ("float8_e8m0fnu", "uint8"), remedy, cast=cast)
+            if not isinstance(array, jax.core.Tracer):
+                bad = np.asarray(_bytes_of(array)) == quantize.UE8M0_NAN
+                check(
+                    not bad.any(),
+                    name,
+                    got=f"{np.count_nonzero(bad)} scales that are NaN (byte {quantize.UE8M0_NAN})",
+                    want="finite scales",
+                    remedy="look at the source of these weights",
+                )
+        codes = (w_gate, w_up, w_down)
+        biases = _checked_biases(num_experts, intermediate, hidden, b_gate, b_up, b_down)
+        given = (*codes, *sf.values(), *(biases or ()))
+        np_or_jnp: Any = np if all(isinstance(array, np.ndarray) for array in given) else jnp
+        gate, up, down = (_packed(array) for array in codes)
+        gate_sf, up_sf, down_sf = (_bytes_of(array) for array in sf.values())
+        weights = cls(
+            w13=np_or_jnp.concatenate([gate, up], axis=1),
+            w13_sf=np_or_jnp.concatenate([gate_sf, up_sf], axis=1),
+            w2=np_or_jnp.asarray(down),
+            w2_sf=np_or_jnp.asarray(down_sf),
+        )
+        return weights if biases is None else _with_biases(weights, biases, np_or_jnp)
+
 
 # Programs exported with jax.export carry the tree of their arguments.
 jax.export.register_pytree_node_serialization(
@@ -115,12 +198,21 @@ def quantize_weights(
       MegaMoEError: shapes that do not agree, an unsupported dtype, some biases but not all, or
         (outside jit) a weight or bias that is not finite.
     """
-    floats = ("float32", "bfloat16", "float16")
     remedy = "weights are [experts, out, in]; transpose [in, out] matrices first"
-    check_array(w_gate, "w_gate", ("E", "I", "H"), floats, remedy)
+    for name, array in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+        check_array(array, name, ("E", *_AXES[name]), _FLOATS, remedy, cast=_dense_remedy(array))
     num_experts, intermediate, hidden = w_gate.shape
-    check_array(w_up, "w_up", (num_experts, intermediate, hidden), floats, remedy)
-    check_array(w_down, "w_down", (num_experts, hidden, intermediate), floats, remedy)
+    check_array(w_up, "w_up", (num_experts, intermediate, hidden), _FLOATS, remedy)
+    check_array(w_down, "w_down", (num_experts, hidden, intermediate), _FLOATS, remedy)
+    for name, width in (("w_gate and w_up", hidden), ("w_down", intermediate)):
+        check(
+            width % SF_GROUP == 0,
+            name,
+            got=f"{width} numbers in a row",
+            want=f"a multiple of {SF_GROUP}",
+            remedy=f"one scale covers {SF_GROUP} of them; pad weights with zeros to "
+            f"{-(-width // SF_GROUP) * SF_GROUP}",
+        )
     w13, w13_sf = quantize.quantize_e2m1(jnp.concatenate([w_gate, w_up], axis=1))
     w2, w2_sf = quantize.quantize_e2m1(w_down)
     for name, sf in (("w_gate or w_up", w13_sf), ("w_down", w2_sf)):
@@ -133,10 +225,66 @@ def quantize_weights(
                 remedy="E2M1 has neither; look at the source of these weights",
             )
     weights = ExpertWeights(quantize.pack_e2m1(w13), w13_sf, quantize.pack_e2m1(w2), w2_sf)
+    biases = _checked_biases(num_experts, intermediate, hidden, b_gate, b_up, b_down)
+    return weights if biases is None else _with_biases(weights, biases, jnp)
+
+
+_FLOATS = ("float32", "bfloat16", "float16")
+#: Axes of a matrix after that of the experts.
+_AXES = {"w_gate": ("I", "H"), "w_up": ("I", "H"), "w_down": ("H", "I")}
+
+
+def _dense_remedy(array: object) -> str:
+    """What to do with weights that are not dense floating-point ones."""
+    dtype = str(getattr(array, "dtype", ""))
+    if dtype in ("float4_e2m1fn", "uint8", "int8"):
+        return "codes with their scales make weights in jax_megamoe.ExpertWeights.from_arrays"
+    if dtype.startswith("float8"):
+        return "multiply by the scales in float32 first; FP8 without its scales is no weight"
+    return "cast it with .astype(jnp.float32), if it holds the weights' values"
+
+
+def _check_codes(
+    array: Any, operand: str, shape: tuple[object, ...], remedy: str
+) -> tuple[int, int, int]:
+    """Checks E2M1 codes, packed or not, and returns their shape as if they were not packed."""
+    packed = is_array(array) and str(array.dtype) == "uint8"
+    dtypes = ("float4_e2m1fn", "uint8")
+    if packed and len(array.shape) == 3:
+        last = shape[-1]
+        half = last // 2 if isinstance(last, int) else f"{last}/2"
+        # The width in numbers has to be even to have a half at all; one of 32 is checked later.
+        check_array(array, operand, (*shape[:-1], half), dtypes, remedy)
+        return (*array.shape[:2], 2 * array.shape[2])
+    cast = "dense weights go through jax_megamoe.quantize_weights"
+    if is_array(array) and str(array.dtype) == "int8":
+        cast = "reinterpret the bytes with .view(jnp.uint8)"
+    check_array(array, operand, shape, dtypes, remedy, cast=cast)
+    return array.shape
+
+
+def _bytes_of(array: Any) -> Any:
+    """The bit patterns as uint8; what is in host memory stays there."""
+    return array.view(np.uint8) if isinstance(array, np.ndarray) else quantize.as_bytes(array)
+
+
+def _packed(array: Any) -> Any:
+    """[..., K] float4_e2m1fn -> [..., K/2] uint8; packed codes as they are."""
+    if str(array.dtype) == "uint8":
+        return array
+    if isinstance(array, np.ndarray):  # ml_dtypes has a byte for each
+        codes = array.view(np.uint8)
+        return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
+    pairs = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
+    return jax.lax.bitcast_convert_type(pairs, jnp.uint8)
+
+
+def _checked_biases(num_experts, intermediate, hidden, b_gate, b_up, b_down):
+    """(b_gate, b_up, b_down) if they are given, after looking at them."""
     biases = {"b_gate": b_gate, "b_up": b_up, "b_down": b_down}
     given = {name: bias for name, bias in biases.items() if bias is not None}
     if not given:
-        return weights
+        return None
     check(
         len(given) == 3,
         "b_gate, b_up and b_down",
@@ -146,7 +294,7 @@ def quantize_weights(
     )
     for name, bias in given.items():
         width = hidden if name == "b_down" else intermediate
-        check_array(bias, name, (num_experts, width), floats, "biases are [experts, out]")
+        check_array(bias, name, (num_experts, width), _FLOATS, "biases are [experts, out]")
         if not isinstance(bias, jax.core.Tracer):
             check(
                 bool(np.isfinite(np.asarray(bias, np.float32)).all()),
@@ -155,8 +303,12 @@ def quantize_weights(
                 want="finite biases",
                 remedy="look at the source of these weights",
             )
-    gate, up, down = (jnp.asarray(bias, jnp.float32) for bias in given.values())
-    return dataclasses.replace(weights, b13=jnp.concatenate([gate, up], axis=1), b2=down)
+    return tuple(given.values())
+
+
+def _with_biases(weights: ExpertWeights, biases: Any, np_or_jnp: Any) -> ExpertWeights:
+    gate, up, down = (np_or_jnp.asarray(bias, np.float32) for bias in biases)
+    return dataclasses.replace(weights, b13=np_or_jnp.concatenate([gate, up], axis=1), b2=down)
 
 
 def dequantize_weights(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, ...]:
@@ -179,6 +331,7 @@ def expert_biases(weights: ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Arr
 
     The counterpart of `dequantize_weights`, whose matrices they belong to.
     """
+    _check_type(weights)
     if weights.b13 is None or weights.b2 is None:
         return None
     b13 = weights.b13 if weights.layout == "canonical" else deinterleave_gate_up(weights.b13)
@@ -446,16 +599,25 @@ def to_layout(weights: ExpertWeights, layout: str) -> ExpertWeights:
     byte is 1.
 
     Raises:
-      MegaMoEError: an unknown layout, or weights that `check_foldable` refuses. Under tracing their
-        values cannot be looked at: the rows in question come out as NaN.
+      MegaMoEError: an unknown layout, arrays that do not belong together, widths that are not whole
+        chunks of a GPU layout, or weights that `check_foldable` refuses. Under tracing their values
+        cannot be looked at: the rows in question come out as NaN.
     """
-    for name in (weights.layout, layout):
+    check(
+        isinstance(layout, str) and layout in _LAYOUTS,
+        "layout",
+        got=repr(layout),
+        want=f"one of {LAYOUTS}",
+        remedy="layouts belong to back ends; layer.shard(weights) picks the right one",
+    )
+    widths = _check_consistent(weights)
+    for name, width in zip(("hidden", "intermediate"), widths, strict=True):
         check(
-            name in _LAYOUTS,
-            "weights layout",
-            got=repr(name),
-            want=f"one of {LAYOUTS}",
-            remedy="layouts belong to back ends; layer.shard(weights) picks the right one",
+            layout not in MAX_SPREAD or width % GPU_CHUNK == 0,
+            f"weights for layout {layout!r}",
+            got=f"{name} = {width}",
+            want=f"a multiple of {GPU_CHUNK}",
+            remedy="layer.shard(weights) pads them with zeros before it converts them",
         )
     if weights.layout == layout:
         return weights
@@ -530,47 +692,109 @@ def _spreads(weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
     return spread(w.w13, w.w13_sf), spread(w.w2, w.w2_sf)
 
 
-def check_weights(weights: ExpertWeights, config: MegaMoEConfig, num_experts: int) -> None:
+def check_weights(
+    weights: ExpertWeights, config: MegaMoEConfig, num_experts: int, where: str = ""
+) -> None:
     """Checks type, layout, shapes and dtypes of `num_experts` experts against `config`.
 
     Canonical weights have the config's widths, or the padded ones; other layouts the padded ones.
     """
-    check(
-        isinstance(weights, ExpertWeights),
-        "weights",
-        got=type(weights).__name__,
-        want="jax_megamoe.ExpertWeights",
-        remedy="build them with jax_megamoe.quantize_weights and place them with layer.shard",
-    )
+    _check_type(weights)
     h, i = config.hidden, config.intermediate
     padded = (config.padded_hidden, config.padded_intermediate // 2)
     if weights.layout != "canonical" or getattr(weights.w2, "shape", ())[1:] == padded:
         h, i = config.padded_hidden, config.padded_intermediate
-    shapes = {
+    remedy = (
+        f"config has num_experts = {config.num_experts}, hidden = {config.hidden} and intermediate "
+        f"= {config.intermediate}: compare them with the weights"
+    )
+    if where:
+        remedy += "; a rank holds num_experts / ranks experts, so shard them over the axis"
+    cast = (
+        "build weights with jax_megamoe.quantize_weights, ExpertWeights.from_arrays or "
+        "jax_megamoe.checkpoints"
+    )
+    for name, shape in _shapes(weights.layout, num_experts, h, i).items():
+        operand = f"weights.{name} ({weights.layout} layout)"
+        check_array(getattr(weights, name), operand, shape, _BYTES, remedy, cast=cast, where=where)
+    check_biases(weights.b13, weights.b2, (num_experts, 2 * i), (num_experts, h), where)
+
+
+def _check_type(weights: object) -> None:
+    remedy = "build them with jax_megamoe.quantize_weights and place them with layer.shard"
+    fields = getattr(weights, "_fields", ())
+    if "experts" in fields:
+        remedy = "BlockWeights belong to the blocks.MoEBlock; the layer takes their experts"
+    elif fields[:2] == ("w13", "w2"):
+        remedy = "WideWeights belong to jax_megamoe.unfused; the layer takes FP4 weights"
+    check(
+        isinstance(weights, ExpertWeights),
+        "weights",
+        got=describe(weights),
+        want="jax_megamoe.ExpertWeights",
+        remedy=remedy,
+    )
+    known = isinstance(weights.layout, str) and weights.layout in LAYOUTS  # type: ignore[attr-defined]
+    check(
+        known,
+        "weights.layout",
+        got=repr(weights.layout),  # type: ignore[attr-defined]
+        want=f"one of {LAYOUTS}",
+        remedy="b13 and b2 are keywords of ExpertWeights; layouts belong to back ends, and "
+        "layer.shard(weights) picks the right one",
+    )
+
+
+def _shapes(layout: str, num_experts: int, h: int, i: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays of a layout for hidden h and intermediate i."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns) in {
         "w13": (2 * i, h // 2),
         "w13_sf": (2 * i, h // SF_GROUP),
         "w2": (h, i // 2),
         "w2_sf": (h, i // SF_GROUP),
+    }.items():
+        shapes[name] = (num_experts, rows, columns)
+        if layout == "cpu":
+            shapes[name] = (num_experts, rows // CPU_PANEL, columns, CPU_PANEL)
+        elif layout in MAX_SPREAD:
+            chunks = (rows // GPU_CHUNK, 2 * columns // GPU_CHUNK, gpu_chunk_bytes(layout))
+            shapes[name] = (num_experts, *((rows,) if name.endswith("_sf") else chunks))
+    return shapes
+
+
+def _check_consistent(weights: ExpertWeights) -> tuple[int, int]:
+    """Checks type, dtypes and that shapes agree with each other; returns (H, I)."""
+    _check_type(weights)
+    layout = weights.layout
+    remedy = "these are the arrays of one set of weights; build them in one call"
+    axes = {
+        "canonical": ("E", "2I", "H/2"),
+        "cpu": ("E", f"2I/{CPU_PANEL}", "H/2", CPU_PANEL),
     }
-    for name, (rows, columns) in shapes.items():
-        shape: tuple[int, ...] = (rows, columns)
-        if weights.layout == "cpu":
-            shape = (rows // CPU_PANEL, columns, CPU_PANEL)
-        elif weights.layout in MAX_SPREAD:
-            chunks = (rows // GPU_CHUNK, 2 * columns // GPU_CHUNK, gpu_chunk_bytes(weights.layout))
-            shape = (rows,) if name.endswith("_sf") else chunks
+    free = axes.get(layout) or ("E", f"2I/{GPU_CHUNK}", f"H/{GPU_CHUNK}", gpu_chunk_bytes(layout))
+    check_array(weights.w13, f"weights.w13 ({layout} layout)", free, _BYTES, remedy)
+    num_experts, rows, columns = weights.w13.shape[:3]
+    row, column = {"canonical": (1, 2), "cpu": (CPU_PANEL, 2)}.get(layout, (GPU_CHUNK, GPU_CHUNK))
+    h, i = columns * column, rows * row // 2
+    check(
+        h % SF_GROUP == 0 and i % SF_GROUP == 0 and rows * row == 2 * i,
+        f"weights.w13 ({layout} layout)",
+        got=describe(weights.w13),
+        want=f"hidden and intermediate that are multiples of {SF_GROUP}",
+        remedy=f"scales cover {SF_GROUP} elements along K",
+    )
+    for name, shape in _shapes(layout, num_experts, h, i).items():
         check_array(
-            getattr(weights, name),
-            f"weights.{name} ({weights.layout} layout)",
-            (num_experts, *shape),
-            _BYTES,
-            "compare num_experts, hidden and intermediate of the config with the weights; inside "
-            "shard_map each rank holds num_experts / ranks experts",
+            getattr(weights, name), f"weights.{name} ({layout} layout)", shape, _BYTES, remedy
         )
     check_biases(weights.b13, weights.b2, (num_experts, 2 * i), (num_experts, h))
+    return h, i
 
 
-def check_biases(b13, b2, b13_shape: tuple[int, int], b2_shape: tuple[int, int]) -> None:
+def check_biases(
+    b13, b2, b13_shape: tuple[int, int], b2_shape: tuple[int, int], where: str = ""
+) -> None:
     """Checks that there are both biases, FP32 and of these shapes, or neither."""
     check(
         (b13 is None) == (b2 is None),
@@ -581,5 +805,5 @@ def check_biases(b13, b2, b13_shape: tuple[int, int], b2_shape: tuple[int, int])
     )
     if b13 is not None:
         remedy = "biases belong to the rows of w13 and w2; see jax_megamoe.ExpertWeights"
-        check_array(b13, "weights.b13", b13_shape, ("float32",), remedy)
-        check_array(b2, "weights.b2", b2_shape, ("float32",), remedy)
+        check_array(b13, "weights.b13", b13_shape, ("float32",), remedy, where=where)
+        check_array(b2, "weights.b2", b2_shape, ("float32",), remedy, where=where)

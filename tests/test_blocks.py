@@ -473,10 +473,42 @@ MISTAKES = {
         lambda x, w: (x.astype(np.float32), w),
         r"x: got float32\[32, 192\]; expected bf",
     ),
-    "x of another width": (lambda x, w: (x[:, :64], w), r"x: got bfloat16\[32, 64\]"),
-    "x of a batch": (lambda x, w: (x[None], w), r"x: got bfloat16\[1, 32, 192\]"),
-    "rows that do not divide": (lambda x, w: (x[:31], w), r"x: got 31 rows; .*multiple of 2"),
-    "no BlockWeights": (lambda x, w: (x, w.experts), r"weights: got ExpertWeights"),
+    "x of a batch": (
+        lambda x, w: (x[None], w),
+        r"x: got bfloat16\[1, 32, 192\]; expected a first axis that is a multiple of 2",
+    ),
+    "x of another width": (
+        lambda x, w: (x[:, :64], w),
+        r"x: got bfloat16\[32, 64\]; expected bfloat16 \[..., 192\]\. The block's weights are "
+        r"those of a model with 192 channels",
+    ),
+    "x a list": (lambda x, w: ([1.0], w), r"x: got list of 1; expected bfloat16 \[..., 192\]"),
+    "x None": (lambda x, w: (None, w), r"x: got None; expected bfloat16 \[..., 192\]"),
+    "router None": (
+        lambda x, w: (x, w._replace(router=None)),
+        r"weights.router: got None; expected a dict of arrays.*blocks\.load",
+    ),
+    "shared an array": (
+        lambda x, w: (x, w._replace(shared=jnp.zeros(3))),
+        r"weights.shared: got float32\[3\]; expected a dict of arrays",
+    ),
+    "no experts": (
+        lambda x, w: (x, w._replace(experts=None)),
+        r"weights.experts: got None; expected jax_megamoe.ExpertWeights",
+    ),
+    "experts of another number": (
+        lambda x, w: (x, w._replace(experts=jax.tree.map(lambda a: a[:2], w.experts))),
+        r"weights.w13 \(cpu layout\): got uint8\[2, .*expected uint8 \[4, ",
+    ),
+    "token ids of another length": (
+        lambda x, w: (x, w, jnp.zeros(16, jnp.int32)),
+        r"token_ids: got int32\[16\]; expected int32 or int64 \[32\]. One id for each token",
+    ),
+    "rows that do not divide": (
+        lambda x, w: (x[:31], w),
+        r"x: got bfloat16\[31, 192\]; .*multiple of 2 token shards",
+    ),
+    "no BlockWeights": (lambda x, w: (x, w.experts), r"weights: got jax_megamoe.ExpertWeights"),
     "no weight": (
         lambda x, w: (x, w._replace(router=without(w.router, "weight"))),
         r"weights.router: got \['tid2eid'\]",
@@ -571,6 +603,23 @@ def test_mistakes_of_the_constructor(placed):
         blocks.MoEBlock(case.config, routers.qwen3_moe(), data_ep())
     with pytest.raises(MegaMoEError, match=r"router: got function; expected a jax_megamoe.rout"):
         blocks.MoEBlock(case.config, routers.qwen3_moe, data_ep())
-    with pytest.raises(MegaMoEError, match=r"config: got dict; expected a jax_megamoe.MegaMoE"):
+    with pytest.raises(
+        MegaMoEError, match=r"config: got an empty dict; expected a jax_megamoe.MegaMoE"
+    ):
         blocks.MoEBlock({}, routers.qwen3_moe(), data_ep())
+    good = case.config, routers.qwen3_moe(top_k=2), data_ep()
+    with pytest.raises(MegaMoEError, match=r"shared_activation: got 'silu', a str; .*Activation"):
+        blocks.MoEBlock(*good, shared_activation="silu")
+    with pytest.raises(MegaMoEError, match=r"norm_eps: got None; expected a number"):
+        blocks.MoEBlock(*good, norm_eps=None)
+    with pytest.raises(MegaMoEError, match=r"router: got None; expected a jax_megamoe.routers.Ro"):
+        blocks.MoEBlock(case.config, None, data_ep())
+    for call in (blocks.load, functools.partial(blocks.MoEBlock.of, max_tokens_per_rank=1)):
+        with pytest.raises(MegaMoEError, match=r"checkpoint: got '/models', a str; .*open\(path\)"):
+            call("/models", 0)
+    with pytest.raises(
+        MegaMoEError, match=r"x: got bfloat16\[2, 64\]; expected bfloat16 \[..., 96\]"
+    ):
+        shared = {"gate": jnp.ones((8, 96)), "up": jnp.ones((8, 96)), "down": jnp.ones((96, 8))}
+        blocks.shared_expert(jnp.ones((2, 64), jnp.bfloat16), shared, jmm.swiglu())
     assert repr(placed[1]).startswith("MoEBlock(Router(top_k=2, scores='sqrtsoftplus'")

@@ -38,77 +38,355 @@ def zeros(dtype, *shape):
     return jnp.zeros(shape, dtype)
 
 
+MASKED = np.ma.masked_array(np.zeros((32, 2), np.float32), mask=np.eye(32, 2, dtype=bool))
+SPEC = jax.ShapeDtypeStruct((32, 128), jnp.bfloat16)
+
+
+def rows_of(count):
+    """Tokens and slots of `count` rows."""
+    return dict(
+        x=zeros("bfloat16", count, 128),
+        topk_idx=zeros("int32", count, 2),
+        topk_weights=zeros("float32", count, 2),
+    )
+
+
+# operands that replace good ones -> (operand, got, want, remedy), parts of the message. Shapes are
+# those of all 4 ranks together, as they were passed.
 MISTAKES = {
-    "x width": (dict(x=zeros("bfloat16", 32, 256)), "x", "bfloat16[8, 256]", "[T, 128]"),
-    "x dtype": (dict(x=zeros("float32", 32, 128)), "x", "float32[8, 128]", "bfloat16 [T, 128]"),
-    "x rank": (dict(x=zeros("bfloat16", 2, 16, 128)), "x", "[2, 16, 128]", "[N, 128]"),
-    "x rows": (dict(x=zeros("bfloat16", 30, 128)), "x", "[30, 128]", "multiple of 4"),
-    "too many rows": (
-        dict(
-            x=zeros("bfloat16", 64, 128),
-            topk_idx=zeros("int32", 64, 2),
-            topk_weights=zeros("float32", 64, 2),
-        ),
+    "x width": (dict(x=zeros("bfloat16", 32, 256)), "x", "bfloat16[32, 256]", "[..., 128]", "128"),
+    "x dtype": (
+        dict(x=zeros("float32", 32, 128)),
         "x",
-        "16 rows",
-        "max_tokens_per_rank = 8",
+        "float32[32, 128]",
+        "bfloat16 [..., 128]",
+        "x.astype(jnp.bfloat16)",
     ),
-    "x not an array": (dict(x=[1, 2]), "x", "list", "multiple of 4"),
+    "x codes without scales": (
+        dict(x=zeros("float8_e4m3fn", 32, 128)),
+        "x",
+        "float8_e4m3fn[32, 128]",
+        "bfloat16 [..., 128]",
+        "pair (codes, sf)",
+    ),
+    "x of one axis": (dict(x=zeros("bfloat16", 128)), "x", "[128]", "[..., 128]", "last axis"),
+    "x rows": (rows_of(30), "x", "bfloat16[30, 128]", "multiple of 4 token shards", "num_tokens"),
+    "x of sequences": (
+        dict(x=zeros("bfloat16", 2, 16, 128)),
+        "x",
+        "bfloat16[2, 16, 128]",
+        "first axis that is a multiple of 4",
+        "reshape x to [N, 128]",
+    ),
+    "too many rows": (rows_of(64), "x", "16 rows", "max_tokens_per_rank = 8", "split"),
+    "x a list": (dict(x=[1, 2]), "x", "list of 2", "bfloat16 [..., 128]", "jnp.asarray"),
+    "x None": (dict(x=None), "x", "None", "bfloat16 [..., 128]", "cannot be left out"),
+    "x a number": (dict(x=1.5), "x", "1.5, a float", "bfloat16 [..., 128]", "jnp.asarray"),
+    "x a string": (dict(x="x"), "x", "'x', a str", "bfloat16 [..., 128]", "order"),
+    "x a function": (dict(x=zeros), "x", "function", "bfloat16 [..., 128]", "order"),
+    "x abstract": (dict(x=SPEC), "x", "ShapeDtypeStruct bfloat16[32, 128]", "bfloat16", "lower"),
+    "x object": (
+        dict(x=np.full((32, 128), None)),
+        "x",
+        "object[32, 128]",
+        "bfloat16 [..., 128]",
+        "x.astype(jnp.bfloat16)",
+    ),
+    "x empty tuple": (dict(x=()), "x", "an empty tuple", "pair (codes, sf)", "quantize_e4m3"),
+    "x a list of two": (
+        dict(x=[zeros("uint8", 32, 128), zeros("uint8", 32, 4)]),
+        "x",
+        "list of uint8[32, 128] and uint8[32, 4]",
+        "pair (codes, sf)",
+        "tuple",
+    ),
     "three arrays": (
         dict(x=(zeros("uint8", 32, 128),) * 3),
         "x",
-        "3 arrays",
+        "tuple of 3",
         "(codes, sf)",
+        "quantize_e4m3",
     ),
     "code dtype": (
         dict(x=(zeros("int8", 32, 128), zeros("uint8", 32, 4))),
         "x codes",
-        "int8[8, 128]",
+        "int8[32, 128]",
         "float8_e4m3fn or uint8",
+        "quantize_e4m3",
     ),
     "sf shape": (
         dict(x=(zeros("uint8", 32, 128), zeros("uint8", 32, 1))),
         "x sf",
-        "uint8[8, 1]",
-        "[8, 4]",
+        "uint8[32, 1]",
+        "[32, 4]",
+        "scale for each 32",
     ),
-    "idx dtype": (dict(topk_idx=zeros("int8", 32, 2)), "topk_idx", "int8[8, 2]", "int32 or int64"),
-    "idx slots": (dict(topk_idx=zeros("int32", 32, 3)), "topk_idx", "int32[8, 3]", "[8, 2]"),
-    "idx rows": (dict(topk_idx=zeros("int32", 16, 2)), "topk_idx", "int32[4, 2]", "[8, 2]"),
+    "sf None": (
+        dict(x=(zeros("uint8", 32, 128), None)),
+        "x sf",
+        "None",
+        "[32, 4]",
+        "cannot be left out",
+    ),
+    "idx dtype": (
+        dict(topk_idx=zeros("int8", 32, 2)),
+        "topk_idx",
+        "int8[32, 2]",
+        "int32 or int64 [32, 2]",
+        "astype(jnp.int32)",
+    ),
+    "idx unsigned": (
+        dict(topk_idx=zeros("uint32", 32, 2)),
+        "topk_idx",
+        "uint32[32, 2]",
+        "int32 or int64",
+        "astype(jnp.int32)",
+    ),
+    "idx float": (
+        dict(topk_idx=zeros("float32", 32, 2)),
+        "topk_idx",
+        "float32[32, 2]",
+        "int32 or int64",
+        "topk_idx comes before topk_weights",
+    ),
+    "idx bool": (
+        dict(topk_idx=zeros("bool", 32, 2)),
+        "topk_idx",
+        "bool[32, 2]",
+        "int32 or int64",
+        "topk_idx comes before topk_weights",
+    ),
+    "idx a key": (
+        dict(topk_idx=jax.random.key(0)),
+        "topk_idx",
+        "key<fry>[]",
+        "int32 or int64 [32, 2]",
+        "topk_idx comes before topk_weights",
+    ),
+    "idx a list": (
+        dict(topk_idx=[[0, 1]] * 32),
+        "topk_idx",
+        "list of 32",
+        "int32 or int64 [32, 2]",
+        "jnp.asarray(..., jnp.int32)",
+    ),
+    "idx one-hot": (
+        dict(topk_idx=zeros("int32", 32, 8)),
+        "topk_idx",
+        "int32[32, 8]",
+        "[32, 2]",
+        "config.top_k is 2",
+    ),
+    "idx rows": (
+        dict(topk_idx=zeros("int32", 16, 2)),
+        "topk_idx",
+        "int32[16, 2]",
+        "[32, 2]",
+        "x has [32] tokens",
+    ),
+    "idx rows that shards do not divide": (
+        dict(topk_idx=zeros("int32", 14, 2)),
+        "topk_idx",
+        "int32[14, 2]",
+        "[32, 2]",
+        "x has [32] tokens",
+    ),
+    "idx of sequences": (
+        dict(topk_idx=zeros("int32", 4, 8, 2)),
+        "topk_idx",
+        "int32[4, 8, 2]",
+        "[32, 2]",
+        "x has [32] tokens",
+    ),
     "weights dtype": (
         dict(topk_weights=zeros("int32", 32, 2)),
         "topk_weights",
-        "int32[8, 2]",
+        "int32[32, 2]",
         "float32",
+        "topk_idx comes before topk_weights",
+    ),
+    "weights double": (
+        dict(topk_weights=np.zeros((32, 2))),
+        "topk_weights",
+        "float64[32, 2]",
+        "float32",
+        "astype(jnp.float32)",
+    ),
+    "weights slots": (
+        dict(topk_weights=zeros("float32", 32, 1)),
+        "topk_weights",
+        "float32[32, 1]",
+        "[32, 2]",
+        "one weight per slot",
+    ),
+    "weights a number": (
+        dict(topk_weights=1.0),
+        "topk_weights",
+        "1.0, a float",
+        "[32, 2]",
+        "jnp.asarray(..., jnp.float32)",
+    ),
+    "weights masked": (
+        dict(topk_weights=MASKED),
+        "topk_weights",
+        "numpy.MaskedArray float32[32, 2]",
+        "[32, 2]",
+        "filled",
     ),
     "num_tokens shape": (
         dict(num_tokens=zeros("int32", 8)),
         "num_tokens",
         "int32[8]",
         "int32 [4]",
+        "4 token shards",
     ),
     "num_tokens dtype": (
         dict(num_tokens=zeros("float32", 4)),
         "num_tokens",
         "float32[4]",
         "int32",
+        "order",
+    ),
+    "num_tokens a number": (
+        dict(num_tokens=5),
+        "num_tokens",
+        "5, an int",
+        "int32 [4]",
+        "jnp.asarray",
+    ),
+    "no weights": (
+        dict(weights=None),
+        "weights",
+        "None",
+        "jax_megamoe.ExpertWeights",
+        "quantize_weights",
+    ),
+    "dense weights": (
+        dict(weights=(zeros("float32", 8, 128, 128),) * 3),
+        "weights",
+        "tuple of 3",
+        "jax_megamoe.ExpertWeights",
+        "quantize_weights",
+    ),
+    "weights of the unfused layer": (
+        dict(weights=jmm.unfused.WideWeights(zeros("bfloat16", 1), zeros("bfloat16", 1))),
+        "weights",
+        "jax_megamoe.WideWeights",
+        "jax_megamoe.ExpertWeights",
+        "jax_megamoe.unfused",
+    ),
+    "weights of a block": (
+        dict(weights=jmm.blocks.BlockWeights(experts(8, 128, 128), {})),
+        "weights",
+        "jax_megamoe.BlockWeights",
+        "jax_megamoe.ExpertWeights",
+        "blocks.MoEBlock",
+    ),
+    "weights of another layout": (
+        dict(weights=experts(8, 128, 128)),
+        "weights.layout",
+        "'canonical'",
+        "'cpu'",
+        "layer.shard",
+    ),
+    "weights of one rank": (
+        dict(weights=jmm.to_layout(experts(2, 128, 128), "cpu")),
+        "weights.w13 (cpu layout)",
+        "uint8[2, 16, 64, 16]",
+        "[8, 16, 64, 16]",
+        "num_experts = 8",
+    ),
+    "weights of another dtype": (
+        dict(weights=jax.tree.map(jnp.float32, jmm.to_layout(experts(8, 128, 128), "cpu"))),
+        "weights.w13 (cpu layout)",
+        "float32[8, 16, 64, 16]",
+        "uint8",
+        "from_arrays",
+    ),
+    "bias for a layout": (
+        dict(weights=jmm.ExpertWeights(1, 2, 3, 4, zeros("float32", 2))),
+        "weights.layout",
+        "Array",
+        "canonical",
+        "keywords",
     ),
 }
 
 
+def check_message(error, operand, *parts):
+    """operand, got, want and remedy, each where it belongs."""
+    text = str(error)
+    start, separator, rest = text.partition(": got ")
+    assert start == f"jax_megamoe: {operand}", text
+    given, _, rest = rest.partition("; expected ")
+    expected, stop, remedy = rest.rpartition(". ")
+    assert separator and stop and remedy.endswith("."), text
+    while parts[2] not in remedy and ". " in expected:  # a remedy of several sentences
+        expected, _, more = expected.rpartition(". ")
+        remedy = f"{more}. {remedy}"
+    for part, place in zip(parts, (given, expected, remedy), strict=True):
+        assert part in place, f"{part!r} is not in {place!r} of: {text}"
+    assert not remedy[0].islower() or not remedy.split()[0].isalpha() or remedy[1] == " ", text
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_operand_mistakes(layer, good, name):
-    changes, operand, got, want = MISTAKES[name]
+    changes, *parts = MISTAKES[name]
     operands = {**good, **changes}
-    num_tokens = operands.pop("num_tokens")
+    if "num_tokens" not in changes:
+        operands.pop("num_tokens")
     with pytest.raises(jmm.MegaMoEError) as caught:
-        layer(*operands.values(), num_tokens=num_tokens)
-    text = str(caught.value)
-    assert f"jax_megamoe: {operand}: got " in text
-    given, _, expected = text.partition("; expected ")
-    assert got in given, text
-    assert want in expected, text
-    assert expected.count(". ") >= 1, "no remedy: " + text
+        layer(**operands)
+    check_message(caught.value, *parts)
+
+
+# The same inside shard_map, where shapes are those of a rank, and the message says so.
+LOCAL_MISTAKES = {
+    "x width": (dict(x=zeros("bfloat16", 32, 256)), "x", "bfloat16[8, 256]", "[..., 128]", "128"),
+    "slots": (
+        dict(topk_idx=zeros("int32", 32, 3)),
+        "topk_idx",
+        "int32[8, 3]",
+        "[8, 2]",
+        "config.top_k is 2",
+    ),
+    "rows": (
+        dict(topk_weights=zeros("float32", 16, 2)),
+        "topk_weights",
+        "float32[4, 2]",
+        "[8, 2]",
+        "x has [8] tokens",
+    ),
+    "num_tokens": (
+        dict(num_tokens=zeros("float32", 4)),
+        "num_tokens",
+        "float32[1]",
+        "an int32 scalar",
+        "this rank's number",
+    ),
+    "weights": (
+        dict(weights=jmm.to_layout(experts(16, 128, 128), "cpu")),
+        "weights.w13 (cpu layout)",
+        "uint8[4, 16, 64, 16]",
+        "[2, 16, 64, 16]",
+        "num_experts / ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL_MISTAKES)
+def test_operand_mistakes_inside_shard_map(layer, good, name):
+    changes, *parts = LOCAL_MISTAKES[name]
+    step = jax.shard_map(
+        lambda x, i, p, w, n: layer.local(x, i, p, w, num_tokens=n),
+        mesh=layer.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    with pytest.raises(jmm.MegaMoEError) as caught:
+        step(*{**good, **changes}.values())
+    check_message(caught.value, *parts)
+    assert "on each rank" in str(caught.value)
 
 
 def test_weights_in_canonical_layout(layer, good):
@@ -119,7 +397,7 @@ def test_weights_in_canonical_layout(layer, good):
 def test_weights_of_another_config(layer, good):
     with pytest.raises(jmm.MegaMoEError, match=r"weights\.w13.*\[16, 256, 64\].*\[8, 256, 64\]"):
         layer.shard(experts(16, 128, 128))
-    with pytest.raises(jmm.MegaMoEError, match=r"weights: got dict; expected .*ExpertWeights"):
+    with pytest.raises(jmm.MegaMoEError, match=r"weights: got dict of 1; expected .*ExpertWeights"):
         layer(good["x"], good["topk_idx"], good["topk_weights"], {"w13": 1})
 
 
@@ -153,11 +431,13 @@ def test_weights_that_a_gpu_layout_cannot_hold(monkeypatch, granularity, limit):
 def test_mesh_mistakes():
     with pytest.raises(jmm.MegaMoEError, match=r"axis: got 'expert'; expected .*\('ep',\)"):
         jmm.MegaMoE(CONFIG, mesh_of(4), axis="expert")
-    with pytest.raises(jmm.MegaMoEError, match=r"mesh: got list; expected a jax\.sharding\.Mesh"):
+    with pytest.raises(
+        jmm.MegaMoEError, match=r"mesh: got list of 2; expected a jax\.sharding\.Mesh"
+    ):
         jmm.MegaMoE(CONFIG, [1, 2])
     with pytest.raises(jmm.MegaMoEError, match="num_experts: got 6 on 4 ranks"):
         jmm.MegaMoE(dataclasses.replace(CONFIG, num_experts=6), mesh_of(4))
-    with pytest.raises(jmm.MegaMoEError, match="config: got dict"):
+    with pytest.raises(jmm.MegaMoEError, match="config: got an empty dict"):
         jmm.MegaMoE({}, mesh_of(4))
     auto = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("data", "ep"), auto)

@@ -549,16 +549,18 @@ V3 = routers.deepseek_v3()
 X, W, B = zeros("bfloat16", 5, 16), zeros("float32", 32, 16), zeros("float32", 32)
 TABLE, IDS = zeros("int32", 9, 6), zeros("int32", 5)
 MISTAKES = {
-    "x rank": (lambda: V3(zeros("bfloat16", 2, 5, 16), W, B), "x", "[2, 5, 16]", "[T, H]"),
+    "x rank": (lambda: V3(zeros("bfloat16", 16), W, B), "x", "[16]", "[..., H]"),
+    "x None": (lambda: V3(None, W, B), "x", "None", "[..., H]", "left out"),
+    "w_gate None": (lambda: V3(X, None, B), "w_gate", "None", "[E, 16]", "left out"),
     "x dtype": (lambda: V3(zeros("int32", 5, 16), W, B), "x", "int32[5, 16]", "bfloat16"),
-    "x list": (lambda: V3([1.0], W, B), "x", "list", "[T, H]"),
+    "x list": (lambda: V3([1.0], W, B), "x", "list of 1", "[..., H]", "jnp.asarray"),
     "w_gate transposed": (lambda: V3(X, W.T, B), "w_gate", "[16, 32]", "[E, 16]"),
     "no bias": (lambda: V3(X, W), "bias", "None", "[32]", "e_score_correction_bias"),
     "bias shape": (lambda: V3(X, W, B[:31]), "bias", "float32[31]", "[32]"),
     "bias dtype": (lambda: V3(X, W, B.astype("int32")), "bias", "int32[32]", "float32"),
     "a bias for qwen": (lambda: routers.qwen3_moe()(X, W, B), "bias", "an array", "None"),
     "no bias for gpt-oss": (lambda: routers.gpt_oss()(X, W), "bias", "None", "from_logits"),
-    "logits rank": (lambda: V3.from_logits(zeros("float32", 32), B), "logits", "[32]", "[T, E]"),
+    "logits rank": (lambda: V3.from_logits(zeros("float32", 32), B), "logits", "[32]", "[..., E]"),
     "few experts": (
         lambda: V4.from_logits(zeros("float32", 5, 4), zeros("float32", 4)),
         "top_k",

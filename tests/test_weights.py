@@ -597,24 +597,138 @@ def test_messages_of_quantize_weights():
     transposed = "weights are [experts, out, in]; transpose [in, out] matrices first"
     cases = [
         ((gate[0], up, down), "w_gate: got float32[128, 256]", "[E, I, H]"),
-        (([1.0], up, down), "w_gate: got list", "[E, I, H]"),
-        (
-            (gate.astype(np.float64), up, down),
-            "w_gate: got float64",
-            "float32 or bfloat16 or float16",
-        ),
         ((gate, up[:, :64], down), "w_up: got float32[3, 64, 256]", "[3, 128, 256]"),
-        ((gate, up.astype(np.int8), down), "w_up: got int8", "float32 or bfloat16 or float16"),
         ((gate, up, gate), "w_down: got float32[3, 128, 256]", "[3, 256, 128]"),
         ((gate, up, down[:2]), "w_down: got float32[2, 256, 128]", "[3, 256, 128]"),
     ]
     for arrays, got, want in cases:
         refused(lambda a=arrays: weights.quantize_weights(*a), got, want, transposed)
+    floats = "float32 or bfloat16 or float16"
+    for array, got, remedy in (
+        ([1.0], "list of 1", "jnp.asarray"),
+        (gate.astype(np.float64), "float64[3, 128, 256]", "astype(jnp.float32)"),
+        (gate.astype(np.int8), "int8[3, 128, 256]", "ExpertWeights.from_arrays"),
+        (gate.astype(ml_dtypes.float4_e2m1fn), "float4_e2m1fn", "ExpertWeights.from_arrays"),
+        (gate.astype(ml_dtypes.float8_e4m3fn), "float8_e4m3fn", "multiply by the scales"),
+    ):
+        refused(lambda a=array: weights.quantize_weights(a, up, down), f"w_gate: got {got}", remedy)
+        refused(lambda a=array: weights.quantize_weights(gate, a, down), f"w_up: got {got}", floats)
+        refused(lambda a=array: weights.quantize_weights(gate, up, a), f"w_down: got {got}", remedy)
     narrow = [w[..., :48] for w in (gate, up)]
     refused(
         lambda: weights.quantize_weights(*narrow, np.zeros((EXPERTS, 48, INTER), np.float32)),
-        "last axis of the array to quantise: got [3, 256, 48]",
+        "w_gate and w_up: got 48 numbers in a row",
         "a multiple of 32",
+    )
+
+
+def test_widths_that_a_layout_cannot_take():
+    narrow = random_bytes(np.random.default_rng(9), intermediate=96, hidden=160)
+    assert weights.to_layout(narrow, "cpu").layout == "cpu"
+    for layout in GPU_LAYOUTS:
+        refused(
+            lambda layout=layout: weights.to_layout(narrow, layout),
+            f"weights for layout {layout!r}: got hidden = 160",
+            "expected a multiple of 128",
+            "layer.shard(weights) pads",
+        )
+
+
+@pytest.mark.parametrize("layout", weights.LAYOUTS)
+def test_arrays_that_do_not_belong_together(layout):
+    w = weights.to_layout(bytes_for(layout, np.random.default_rng(9)), layout)
+    for name in ("w13_sf", "w2", "w2_sf"):
+        array = getattr(w, name)
+        wrong = dataclasses.replace(w, **{name: array[:, :-1]})
+        for call in (weights.dequantize_weights, lambda w: weights.to_layout(w, "cpu")):
+            if layout != "cpu" or call is weights.dequantize_weights:
+                refused(
+                    lambda call=call, wrong=wrong: call(wrong),
+                    f"weights.{name} ({layout} layout): got uint8{[*wrong.w13.shape[:1]]}"[:-1],
+                    f"expected uint8 {list(array.shape)}",
+                    "one set of weights",
+                )
+    for value, got in ((None, "None"), ((1, 2), "tuple of 2"), (w.w13, f"uint8{[*w.w13.shape]}")):
+        for call in (
+            weights.dequantize_weights,
+            weights.expert_biases,
+            lambda w: weights.to_layout(w, "cpu"),
+        ):
+            refused(
+                lambda call=call, value=value: call(value),
+                f"weights: got {got}",
+                "expected jax_megamoe.ExpertWeights",
+                "quantize_weights",
+            )
+
+
+def in_jax_dtypes(w, packed, on_host):
+    """Operands of `ExpertWeights.from_arrays` that make the canonical weights w."""
+    operands = []
+    for codes, sf in (
+        (w.w13[:, :INTER], w.w13_sf[:, :INTER]),
+        (w.w13[:, INTER:], w.w13_sf[:, INTER:]),
+        (w.w2, w.w2_sf),
+    ):
+        codes, sf = np.asarray(codes), np.asarray(sf)
+        if not packed:
+            low_first = np.stack([codes & 15, codes >> 4], axis=-1)
+            codes = low_first.reshape(*codes.shape[:2], -1).view(ml_dtypes.float4_e2m1fn)
+            sf = sf.view(ml_dtypes.float8_e8m0fnu)
+        operands += [codes, sf]
+    return operands if on_host else list(map(jnp.asarray, operands))
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["numpy", "jax"])
+@pytest.mark.parametrize("packed", [False, True], ids=["float4", "bytes"])
+def test_from_arrays(packed, on_host):
+    rng = np.random.default_rng()
+    w = random_bytes(rng)
+    w = dataclasses.replace(w, w13_sf=w.w13_sf // 2, w2_sf=w.w2_sf // 2)  # all but NaN
+    operands = in_jax_dtypes(w, packed, on_host)
+    got = ExpertWeights.from_arrays(*operands)
+    jitted = jax.jit(ExpertWeights.from_arrays)(*operands)
+    biases = [rng.standard_normal((EXPERTS, n), np.float32) for n in (INTER, INTER, HIDDEN)]
+    names = ("b_gate", "b_up", "b_down")
+    biased = ExpertWeights.from_arrays(*operands, **dict(zip(names, biases, strict=True)))
+    for name in FIELDS:
+        array = getattr(got, name)
+        assert isinstance(array, np.ndarray) == on_host and array.dtype == np.uint8
+        for other in (array, getattr(jitted, name), getattr(biased, name)):
+            np.testing.assert_array_equal(other, getattr(w, name))
+    for bias, want in zip(weights.expert_biases(biased), biases, strict=True):
+        np.testing.assert_array_equal(bias, want)
+
+
+def test_messages_of_from_arrays():
+    good = in_jax_dtypes(random_bytes(np.random.default_rng(1)), False, True)
+    good[1::2] = [np.ones_like(sf) for sf in good[1::2]]
+    names = ("w_gate", "w_gate_sf", "w_up", "w_up_sf", "w_down", "w_down_sf")
+    nan = good[3].copy()
+    nan.view(np.uint8)[1, 2, 3] = 255
+    four = "float4_e2m1fn"
+    for name, value, *parts in (
+        ("w_gate", good[0].astype(np.float32), "float32[3, 128, 256]", "quantize_weights"),
+        ("w_gate", None, "None", "expected float4_e2m1fn or uint8 [E, I, H]", "left out"),
+        ("w_gate", good[0][0], f"{four}[128, 256]", "[E, I, H]", "[experts, out, in]"),
+        ("w_gate", good[0][..., :48], "48 numbers in a row", "multiple of 32"),
+        ("w_up", good[2].swapaxes(1, 2), f"{four}[3, 256, 128]", "[3, 128, 256]", "transpose"),
+        ("w_up", good[2].view(np.uint8), "uint8[3, 128, 256]", "[3, 128, 128]"),
+        ("w_down", good[4].view(np.int8), "int8[3, 256, 128]", "uint8", ".view(jnp.uint8)"),
+        ("w_gate_sf", good[1].astype(np.float32), "float32[3, 128, 8]", "powers of two"),
+        ("w_up_sf", good[3][..., :1], "float8_e8m0fnu[3, 128, 1]", "[3, 128, 8]", "each 32 codes"),
+        ("w_up_sf", nan, "1 scales that are NaN (byte 255)", "finite", "source"),
+    ):
+        operands = dict(zip(names, good, strict=True)) | {name: value}
+        if value is not None and value.shape[-1:] == (48,):
+            operands |= {"w_up": value, "w_down": good[4][:, :48]}
+        refused(
+            lambda o=operands: ExpertWeights.from_arrays(**o), f"{name}: got {parts[0]}", *parts
+        )
+    refused(
+        lambda: ExpertWeights.from_arrays(*good, b_up=np.zeros((3, 128), np.float32)),
+        "b_gate, b_up and b_down: got only b_up",
+        "all three or none",
     )
 
 
@@ -626,7 +740,7 @@ def test_messages_of_to_layout():
     ):
         refused(
             call,
-            "weights layout: got 'tpu'",
+            "layout: got 'tpu'",
             f"expected one of {weights.LAYOUTS}",
             "layer.shard(weights) picks the right one",
         )
@@ -642,7 +756,7 @@ def test_messages_of_check_weights(layout):
         "expected jax_megamoe.ExpertWeights",
         "jax_megamoe.quantize_weights",
     )
-    remedy = "compare num_experts, hidden and intermediate of the config with the weights"
+    remedy = "compare them with the weights"
     for name in FIELDS:
         array = getattr(w, name)
         label = f"weights.{name} ({layout} layout): got "
@@ -659,7 +773,7 @@ def test_messages_of_check_weights(layout):
             lambda signed=signed: weights.check_weights(signed, config(), EXPERTS),
             f"{label}int8{spelled}",
             f"expected uint8 {spelled}",
-            remedy,
+            "ExpertWeights.from_arrays",
         )
     refused(
         lambda: weights.check_weights(w, config(), EXPERTS + 1),
