@@ -3,7 +3,7 @@
 `jax.export` refuses custom calls unless told that their contract is stable, which
 `jax_megamoe.export_checks` does. The exported program holds no addresses: it names its symmetric
 buffer by shape, mesh and axis. The loading process creates a layer with the same configuration and
-mesh, which registers the handlers and owns that buffer, and calls the program. Weights are not in
+mesh, which owns that buffer, and calls the program. Weights are not in
 the program: they are arguments like the tokens.
 """
 

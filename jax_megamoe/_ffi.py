@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-from typing import Any
-
 import jax
 from jax.sharding import Mesh
 
@@ -23,34 +19,11 @@ __version__ = native.VERSION
 
 #: With the contract's version: a cached program must not meet handlers of another contract.
 TARGET = "jax_megamoe.mega_moe.v3"
-_CALL_SITE_TYPE = "jax_megamoe.call_site.v1"
-_GPU_CALL_SITE_TYPE = "jax_megamoe.gpu_call_site.v1"
 
-_lock = threading.Lock()
-
-
-@functools.cache
-def _register_cpu() -> None:
-    # XLA wants a handler's types before the handler. JAX keeps that order only for registrations
-    # made after the back end has started, so this runs when a layer is created, not at import.
-    jax.devices("cpu")
-    call_site: Any = native.call_site_type()
-    jax.ffi.register_ffi_type(_CALL_SITE_TYPE, call_site, platform="cpu")
-    jax.ffi.register_ffi_target(TARGET, native.cpu_handlers(), platform="cpu")
-
-
-@functools.cache
-def _register_gpu() -> None:
-    jax.devices("cuda")
-    call_site: Any = native.gpu_call_site_type()
-    jax.ffi.register_ffi_type(_GPU_CALL_SITE_TYPE, call_site, platform="CUDA")
-    jax.ffi.register_ffi_target(TARGET, native.gpu_handlers(), platform="CUDA")
-
-
-def register(backend: str) -> None:
-    """Registers a back end's handlers once per process."""
-    with _lock:
-        _register_cpu() if backend == "cpu" else _register_gpu()
+# At import, so that a program from `jax.export` or a cache finds the handlers before any layer
+# exists. JAX keeps them until its back ends start; CUDA's may never.
+jax.ffi.register_ffi_target(TARGET, native.cpu_ffi_handlers(), platform="cpu")
+jax.ffi.register_ffi_target(TARGET, native.gpu_ffi_handlers(), platform="CUDA")
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:

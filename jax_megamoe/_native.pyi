@@ -13,14 +13,9 @@ CPU_BLOCK_M: int = 64
 
 NUM_STATUS_WORDS: int = 4
 
-def cpu_handlers() -> dict:
+def cpu_ffi_handlers() -> dict:
     """
     Stage name -> capsule, for jax.ffi.register_ffi_target(platform='cpu').
-    """
-
-def call_site_type() -> dict:
-    """
-    For jax.ffi.register_ffi_type; it must be registered before the handlers.
     """
 
 class MoeShape:
@@ -211,14 +206,9 @@ class GpuRanks:
     def failure(self, rank: int) -> str:
         """What a rank reported in the last launch; empty: nothing."""
 
-def gpu_handlers() -> dict:
+def gpu_ffi_handlers() -> dict:
     """
     Stage name -> capsule, for jax.ffi.register_ffi_target(platform='CUDA').
-    """
-
-def gpu_call_site_type() -> dict:
-    """
-    For jax.ffi.register_ffi_type; it must be registered before the handlers.
     """
 
 def create_gpu_buffer(key: str, shape: MoeShape, granularity: int, groups: Sequence[Sequence[int]], include_dir: str, nvrtc_path: str) -> None:

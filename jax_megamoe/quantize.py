@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_megamoe.config import GRANULARITIES, SF_GROUP
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, check_array, describe, is_array
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -66,6 +66,43 @@ def _f32_bits(x: jax.Array) -> jax.Array:
     return sign | jnp.where(exponent == 31, _EXP | (mantissa << 13), magnitude)
 
 
+_FLOATS = ("bfloat16", "float16", "float32")
+_SF = ("uint8", "float8_e8m0fnu")
+
+
+def _check_values(x: object) -> None:
+    """Checks what is to be quantised: [..., K], or [K]."""
+    shape: tuple[object, ...] = ("...", "K") if getattr(x, "ndim", 2) != 1 else ("K",)
+    check_array(x, "x", shape, _FLOATS, "the last axis is the one that is contracted")
+
+
+def _check_codes(codes: object, sf: object, dtypes: tuple[str, ...]) -> None:
+    """Checks codes [..., K] and their scales [..., K/32]."""
+    shape: tuple[object, ...] = ("...", "K") if getattr(codes, "ndim", 2) != 1 else ("K",)
+    check_array(codes, "codes", shape, dtypes, "the last axis is the one that is contracted")
+    *leading, columns = codes.shape  # type: ignore[attr-defined]
+    check(
+        columns % SF_GROUP == 0,
+        "codes",
+        got=describe(codes),
+        want=f"a last axis that is a multiple of {SF_GROUP}",
+        remedy=f"a scale covers {SF_GROUP} codes",
+    )
+    remedy = f"one scale for each {SF_GROUP} codes along the last axis"
+    cast = "scales are powers of two: pass float8_e8m0fnu, or uint8 with its bytes"
+    check_array(sf, "sf", (*leading, columns // SF_GROUP), _SF, remedy, cast=cast)
+
+
+def _check_group(group: object) -> None:
+    check(
+        type(group) in (int, str) and group in GRANULARITIES,
+        "group",
+        got=repr(group),
+        want=f"one of {GRANULARITIES}",
+        remedy="it is the number of elements that share one scale",
+    )
+
+
 def _f32(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.astype(_U32), jnp.float32)
 
@@ -89,13 +126,7 @@ def _block_amax(bits: jax.Array) -> jax.Array:
 
 def _over_groups(per_block, group, reduce):
     """Reduces [..., K/32] over the blocks of each group, and repeats the result for each block."""
-    check(
-        type(group) in (int, str) and group in GRANULARITIES,
-        "group",
-        got=repr(group),
-        want=f"one of {GRANULARITIES}",
-        remedy="it is the number of elements that share one scale",
-    )
+    _check_group(group)
     blocks = per_block.shape[-1]
     size = blocks if group == "row" else group // SF_GROUP
     if size <= 1 or blocks == 0:
@@ -180,7 +211,6 @@ def _round_scaled(bits, sf, *, mantissa_bits, min_exponent, max_code):
     return jnp.where(magnitude == 0, 0, jnp.minimum(code, max_code))
 
 
-@functools.partial(jax.jit, static_argnames="group")
 def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E4M3 with one UE8M0 scale per `group` elements.
 
@@ -195,6 +225,13 @@ def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array,
     Raises:
       MegaMoEError: another dtype, K not a multiple of 32, or another group.
     """
+    _check_values(x)
+    _check_group(group)
+    return _quantize_e4m3(x, group=group)
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _quantize_e4m3(x, group):
     bits = _f32_bits(_grouped(x))
     sf = sf_e4m3(_over_groups(_block_amax(bits), group, jnp.max))
     code = _round_scaled(bits, sf[..., None], mantissa_bits=3, min_exponent=-6, max_code=0x7E)
@@ -202,7 +239,6 @@ def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array,
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Values of E4M3 codes: ``e4m3(code) * 2^(sf - 127)``.
 
@@ -215,6 +251,12 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     Returns:
       [..., K] of `dtype`.
     """
+    _check_codes(codes, sf, ("uint8", "float8_e4m3fn"))
+    return _dequantize_e4m3(codes, sf, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantize_e4m3(codes, sf, dtype):
     codes, sf = as_bytes(codes), as_bytes(sf)
     exponent, mantissa = (codes.astype(_U32) >> 3) & 15, codes.astype(_U32) & 7
     normal = _f32(((exponent + 120) << 23) | (mantissa << 20))
@@ -224,7 +266,6 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     return _scale(value, sf).astype(dtype)
 
 
-@jax.jit
 def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E2M1 with one UE8M0 scale per 32 elements.
 
@@ -238,6 +279,12 @@ def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Raises:
       MegaMoEError: another dtype, or K not a multiple of 32.
     """
+    _check_values(x)
+    return _quantize_e2m1(x)
+
+
+@jax.jit
+def _quantize_e2m1(x):
     bits = _f32_bits(_grouped(x))
     sf = sf_e2m1(_block_amax(bits))
     code = _round_scaled(bits, sf[..., None], mantissa_bits=1, min_exponent=0, max_code=0x7)
@@ -247,18 +294,25 @@ def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
 def dequantize_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
     """Values of E2M1 codes: ``e2m1(code) * 2^(sf - 127)``.
 
     Args:
-      codes: [..., K] uint8 in [0, 16), one code a byte (see `unpack_e2m1`).
+      codes: [..., K] uint8 in [0, 16), one code a byte (see `unpack_e2m1`); or float4_e2m1fn.
       sf: [..., K/32] uint8 or float8_e8m0fnu.
       dtype: as in `dequantize_e4m3`.
 
     Returns:
       [..., K] of `dtype`.
     """
+    _check_codes(codes, sf, ("uint8", "float4_e2m1fn"))
+    return _dequantize_e2m1(codes, sf, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantize_e2m1(codes, sf, dtype):
+    if codes.dtype == jnp.float4_e2m1fn:
+        codes = unpack_e2m1(pack_e2m1(codes))
     exponent, mantissa = (codes.astype(_U32) >> 1) & 3, codes.astype(_U32) & 1
     normal = _f32(((exponent + 126) << 23) | (mantissa << 22))
     value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 0.5, normal)
@@ -274,9 +328,18 @@ def _scale(value, sf):
     return jnp.where(sf == UE8M0_NAN, jnp.nan, value * low * high)
 
 
-@jax.jit
 def pack_e2m1(codes: jax.Array) -> jax.Array:
-    """[..., K] codes in [0, 16) -> [..., K/2] uint8; element 2j is the low nibble of byte j."""
+    """[..., K] codes -> [..., K/2] uint8; element 2j is the low nibble of byte j.
+
+    Codes are float4_e2m1fn, or integers in [0, 16).
+    """
+    if not is_array(codes):
+        check_array(codes, "codes", ("...", "K"), ("uint8", "float4_e2m1fn"), "")
+    return _pack_e2m1(codes)
+
+
+@jax.jit
+def _pack_e2m1(codes):
     check(
         codes.shape[-1] % 2 == 0,
         "last axis of the codes to pack",
@@ -284,13 +347,22 @@ def pack_e2m1(codes: jax.Array) -> jax.Array:
         want="an even length",
         remedy="two E2M1 codes share a byte",
     )
+    if codes.dtype == jnp.float4_e2m1fn:  # XLA's bitcast puts the first one low, too
+        pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
+        return lax.bitcast_convert_type(pairs, jnp.uint8)
     codes = codes.astype(jnp.uint8)
     return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
 
 
-@jax.jit
 def unpack_e2m1(packed: jax.Array) -> jax.Array:
     """[..., K/2] uint8 -> [..., K] codes in [0, 16); the inverse of `pack_e2m1`."""
+    shape: tuple[object, ...] = ("...", "K/2") if getattr(packed, "ndim", 2) != 1 else ("K/2",)
+    check_array(packed, "packed", shape, ("uint8", "int8"), "two codes share a byte")
+    return _unpack_e2m1(packed)
+
+
+@jax.jit
+def _unpack_e2m1(packed):
     packed = as_bytes(packed)
     pair = jnp.stack([packed & 15, packed >> 4], axis=-1)
     return pair.reshape(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_megamoe._ffi import mesh_backend, native, register
+from jax_megamoe._ffi import mesh_backend, native
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import Activation, MegaMoEConfig
@@ -214,7 +214,6 @@ class SymmetricBuffer:
         groups, backend = _device_groups(mesh, axis)
         shape = moe_shape(config, len(groups[0]), backend)
         key = _buffer_key(shape, groups, backend, granularity_number(config))
-        register(backend)
         if backend == "cpu":
             warn_if_short_of_threads(mesh.devices.size)
         else:

@@ -8,8 +8,9 @@ import warnings
 
 import jax
 import jaxlib
+import numpy as np
 
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, describe
 
 # jaxlib before 0.12 admits 32 programs per CPU device in flight and lets further dispatches block
 # threads of the pool that has to run the first 32. With twice as many threads as devices the
@@ -43,17 +44,29 @@ def use_virtual_cpu_devices(num_devices: int) -> None:
 
     Raises:
       MegaMoEError: not a positive number.
-      RuntimeError: from JAX, if its back ends are already running.
+      RuntimeError: JAX's back ends are already running, with another number of devices.
     """
+    if isinstance(num_devices, np.integer):
+        num_devices = int(num_devices)
     check(
-        isinstance(num_devices, int) and num_devices > 0,
+        isinstance(num_devices, int) and not isinstance(num_devices, bool) and num_devices > 0,
         "num_devices",
-        got=repr(num_devices),
+        got=describe(num_devices),
         want="a positive int",
         remedy="8 is a good number for trying things out",
     )
-    jax.config.update("jax_num_cpu_devices", num_devices)
     _reserve_threads(num_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        running = len(jax.devices("cpu"))
+        if running != num_devices:
+            raise RuntimeError(
+                f"jax_megamoe: use_virtual_cpu_devices: got {num_devices} after JAX has started "
+                f"with {running} CPU device(s); expected the call before JAX is first used. Move "
+                "it to the top of the program, before anything that makes an array or asks for "
+                "devices; a notebook has to be restarted."
+            ) from error
 
 
 def reserve_threads_at_import() -> None:

@@ -275,8 +275,7 @@ def _packed(array: Any) -> Any:
     if isinstance(array, np.ndarray):  # ml_dtypes has a byte for each
         codes = array.view(np.uint8)
         return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
-    pairs = array.reshape(*array.shape[:-1], array.shape[-1] // 2, 2)
-    return jax.lax.bitcast_convert_type(pairs, jnp.uint8)
+    return quantize.pack_e2m1(array)
 
 
 def _checked_biases(num_experts, intermediate, hidden, b_gate, b_up, b_down):

@@ -389,6 +389,214 @@ def test_operand_mistakes_inside_shard_map(layer, good, name):
     assert "on each rank" in str(caught.value)
 
 
+X32 = zeros("float32", 4, 64)
+CODES, SF = jmm.quantize.quantize_e4m3(X32)
+NARROW = zeros("bfloat16", 4, 48)
+q = jmm.quantize
+
+# Functions beside the layer -> (call, operand, got, want, remedy).
+CALLS = {
+    "quantise a list": (lambda: q.quantize_e4m3([1.0]), "x", "list of 1", "float32", "asarray"),
+    "quantise None": (lambda: q.quantize_e2m1(None), "x", "None", "[..., K]", "left out"),
+    "quantise a name": (lambda: q.quantize_e2m1("x"), "x", "'x', a str", "[..., K]", "order"),
+    "quantise a number": (lambda: q.quantize_e4m3(2.0), "x", "2.0, a float", "[...", "asarray"),
+    "quantise double": (
+        lambda: q.quantize_e4m3(np.zeros((4, 64))),
+        "x",
+        "float64[4, 64]",
+        "bfloat16 or float16 or float32",
+        "astype(jnp.bfloat16)",
+    ),
+    "quantise FP8": (
+        lambda: q.quantize_e2m1(X32.astype(jnp.float8_e4m3fn)),
+        "x",
+        "float8_e4m3fn[4, 64]",
+        "float32",
+        "where this one comes from",
+    ),
+    "quantise 48": (
+        lambda: q.quantize_e4m3(NARROW),
+        "last axis of the array to quantise",
+        "[4, 48]",
+        "multiple of 32",
+        "pad",
+    ),
+    "group": (lambda: q.quantize_e4m3(X32, [32]), "group", "[32]", "(32, 128, 'row')", "share"),
+    "group as text": (lambda: q.quantize_e4m3(X32, "32"), "group", "'32'", "'row'", "share"),
+    "scales swapped with codes": (
+        lambda: q.dequantize_e4m3(SF, CODES),
+        "codes",
+        "uint8[4, 2]",
+        "multiple of 32",
+        "scale covers 32",
+    ),
+    "scales of other codes": (
+        lambda: q.dequantize_e4m3(CODES, SF[:, :1]),
+        "sf",
+        "uint8[4, 1]",
+        "[4, 2]",
+        "scale for each 32",
+    ),
+    "scales as numbers": (
+        lambda: q.dequantize_e2m1(CODES, SF.astype(jnp.float32)),
+        "sf",
+        "float32[4, 2]",
+        "float8_e8m0fnu",
+        "powers of two",
+    ),
+    "values for codes": (
+        lambda: q.dequantize_e4m3(X32, SF),
+        "codes",
+        "float32[4, 64]",
+        "uint8 or float8_e4m3fn",
+        "order",
+    ),
+    "pack a list": (lambda: q.pack_e2m1([1, 2]), "codes", "list of 2", "uint8", "asarray"),
+    "unpack a list": (lambda: q.unpack_e2m1([1, 2]), "packed", "list of 2", "uint8", "asarray"),
+    "unpack floats": (lambda: q.unpack_e2m1(X32), "packed", "float32[4, 64]", "uint8", "order"),
+    "devices as text": (
+        lambda: jmm.use_virtual_cpu_devices("8"),
+        "num_devices",
+        "'8', a str",
+        "a positive int",
+        "8 is a good number",
+    ),
+    "bytes for ranks as text": (
+        lambda: jmm.buffer_bytes(CONFIG, "4"),
+        "num_ranks",
+        "'4'",
+        "a positive int",
+        "int(...)",
+    ),
+    "bytes of a mesh": (
+        lambda: jmm.buffer_bytes(CONFIG, mesh_of(4)),
+        "num_ranks",
+        "Mesh",
+        "a positive int",
+        "int(...)",
+    ),
+    "bytes of no config": (
+        lambda: jmm.buffer_bytes(None, 4),
+        "config",
+        "None",
+        "MegaMoEConfig",
+        "Build it with",
+    ),
+    "bytes on another back end": (
+        lambda: jmm.buffer_regions(CONFIG, 4, "tpu"),
+        "backend",
+        "'tpu'",
+        "('cpu', 'sm_90a')",
+        "layer.backend",
+    ),
+    "load of no experts": (
+        lambda: jmm.routers.expert_load(zeros("int32", 4, 2), "8"),
+        "num_experts",
+        "'8'",
+        "a positive int",
+        "int(...)",
+    ),
+    "load of weights": (
+        lambda: jmm.routers.expert_load(X32, 8),
+        "topk_idx",
+        "float32[4, 64]",
+        "int32 or int64 [..., K]",
+        "order",
+    ),
+    "a router's flag": (
+        lambda: jmm.routers.qwen3_moe(norm_topk_prob="yes"),
+        "norm_topk_prob",
+        "'yes', a str",
+        "True or False",
+        "divided",
+    ),
+    "a router of a text": (
+        lambda: jmm.routers.qwen3_moe(top_k="8"),
+        "top_k",
+        "'8'",
+        "a positive int",
+        "A router takes",
+    ),
+    "unfused x": (
+        lambda: jmm.unfused.mega_moe(
+            [1.0], None, None, experts(8, 128, 128), CONFIG, mesh_of(4), "ep"
+        ),
+        "x",
+        "list of 1",
+        "bfloat16 [..., 128]",
+        "asarray",
+    ),
+    "unfused rows": (
+        lambda: jmm.unfused.mega_moe(
+            *rows_of(30).values(), experts(8, 128, 128), CONFIG, mesh_of(4), "ep"
+        ),
+        "x",
+        "bfloat16[30, 128]",
+        "multiple of 4",
+        "num_tokens",
+    ),
+    "unfused axis": (
+        lambda: jmm.unfused.mega_moe(
+            *rows_of(32).values(), experts(8, 128, 128), CONFIG, mesh_of(4), "expert"
+        ),
+        "mesh and axis",
+        "'expert'",
+        "an axis, or axes, of it",
+        "jax.make_mesh",
+    ),
+    "unfused weights": (
+        lambda: jmm.unfused.mega_moe(*rows_of(32).values(), None, CONFIG, mesh_of(4), "ep"),
+        "weights",
+        "None",
+        "jax_megamoe.ExpertWeights",
+        "quantize_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_mistakes_beside_the_layer(name):
+    call, *parts = CALLS[name]
+    with pytest.raises(jmm.MegaMoEError) as caught:
+        call()
+    check_message(caught.value, *parts)
+
+
+def test_numbers_of_numpy_are_python_numbers():
+    router = jmm.routers.deepseek_v3(top_k=np.int64(8), routed_scaling_factor=np.float32(2.5))
+    assert router == jmm.routers.deepseek_v3() and type(router.top_k) is int
+    assert jmm.buffer_bytes(CONFIG, np.int32(4)) == jmm.buffer_bytes(CONFIG, 4)
+
+
+def test_devices_after_jax_has_started():
+    running = len(jax.devices("cpu"))
+    jmm.use_virtual_cpu_devices(np.int64(running))  # what there is already
+    with pytest.raises(RuntimeError, match=rf"got {running + 1} after .*with {running} .*top of"):
+        jmm.use_virtual_cpu_devices(running + 1)
+
+
+def test_the_unfused_layer_outside_shard_map():
+    with pytest.raises(NameError, match=r"unfused\.local: axis 'ep' is not bound.*shard_map"):
+        jmm.unfused.local(*rows_of(8).values(), experts(8, 128, 128), CONFIG, axis="ep")
+
+
+class Parameter:
+    """As a neural-network library has them: it stands for an array."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+def test_parameters_stand_for_their_arrays(layer, good):
+    operands = [good[name] for name in ("x", "topk_idx", "topk_weights")]
+    want = np.asarray(layer(*operands, good["weights"]))
+    got = layer(*map(Parameter, operands), good["weights"])
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
 def test_weights_in_canonical_layout(layer, good):
     with pytest.raises(jmm.MegaMoEError, match=r"layout: got 'canonical'.*layer\.shard"):
         layer(good["x"], good["topk_idx"], good["topk_weights"], experts(8, 128, 128))

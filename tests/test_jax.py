@@ -369,12 +369,15 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     import jax, jax.numpy as jnp, numpy as np
+    if sys.argv[2] == "late":
+        jax.config.update("jax_num_cpu_devices", 8)
+        jax.devices()
     import jax_megamoe as jmm
     jmm.use_virtual_cpu_devices(8)
     folder, mode = sys.argv[1:3]
     config = jmm.MegaMoEConfig(8, 2, 128, 128, 16, timeout_s=30.0)
     mesh = jax.make_mesh((8,), ("ep",), (jax.sharding.AxisType.Auto,))
-    if mode != "no_layer":
+    if mode not in ("no_layer", "late"):
         layer = jmm.MegaMoE(config, mesh)
     rng = np.random.default_rng(0)
     w = [jnp.asarray(rng.standard_normal((8, 128, 128)), jnp.float32) for _ in range(3)]
@@ -422,9 +425,11 @@ def test_exported_program_runs_in_another_process(tmp_path):
     pytest.importorskip("flatbuffers")
     first = run_script(tmp_path, "export").stdout
     assert run_script(tmp_path, "load").stdout.splitlines()[-1] == first.splitlines()[-1]
-    alone = run_script(tmp_path, "no_layer", check=False)
-    assert alone.returncode != 0
-    assert "jax_megamoe.mega_moe.v3" in alone.stderr  # the target that no layer has registered
+    for mode in ("no_layer", "late"):  # back ends that start after the import, and before
+        alone = run_script(tmp_path, mode, check=False)
+        assert alone.returncode != 0
+        assert "no symmetric buffer with key" in alone.stderr
+        assert "Create jax_megamoe.MegaMoE(config, mesh, axis)" in alone.stderr
 
 
 def test_compilation_cache_works_across_processes(tmp_path):

@@ -251,25 +251,16 @@ void on_gpu_failure(nb::callable callback) {
 
 void bind_gpu_layer(nb::module_& m) {
   using ffi_api::GpuCallSite;
-  static auto call_site_info = ::xla::ffi::MakeTypeInfo<GpuCallSite>();
   m.def(
-      "gpu_handlers",
+      "gpu_ffi_handlers",
       [] {
         nb::dict stages;
-        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeGpuInstantiate));
+        stages["instantiate"] = nb::capsule(
+            reinterpret_cast<void*>(ffi_api::with_type<GpuCallSite, JaxMegaMoeGpuInstantiate>));
         stages["execute"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeGpuExecute));
         return stages;
       },
       "Stage name -> capsule, for jax.ffi.register_ffi_target(platform='CUDA').");
-  m.def(
-      "gpu_call_site_type",
-      [] {
-        nb::dict type;
-        type["type_id"] = nb::capsule(static_cast<void*>(&GpuCallSite::id));
-        type["type_info"] = nb::capsule(static_cast<void*>(&call_site_info));
-        return type;
-      },
-      "For jax.ffi.register_ffi_type; it must be registered before the handlers.");
   m.def("create_gpu_buffer", &create_gpu_buffer, "key"_a, "shape"_a, "granularity"_a, "groups"_a,
         "include_dir"_a, "nvrtc_path"_a,
         "Allocates one buffer per rank on its GPU; groups[g][r] is the ordinal of rank r of group "

@@ -260,7 +260,6 @@ void bind_protocol(nb::module_& m) {
 NB_MODULE(_native, m) {
   using namespace jax_megamoe;
   using ffi_api::CallSite;
-  static auto call_site_info = ::xla::ffi::MakeTypeInfo<CallSite>();
 
   m.attr("VERSION") = JAX_MEGAMOE_VERSION;
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
@@ -268,23 +267,15 @@ NB_MODULE(_native, m) {
   m.attr("NUM_STATUS_WORDS") = static_cast<uint32_t>(cpu::kNumStatusWords);
 
   m.def(
-      "cpu_handlers",
+      "cpu_ffi_handlers",
       [] {
         nb::dict stages;
-        stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeCpuInstantiate));
+        stages["instantiate"] = nb::capsule(
+            reinterpret_cast<void*>(ffi_api::with_type<CallSite, JaxMegaMoeCpuInstantiate>));
         stages["execute"] = nb::capsule(reinterpret_cast<void*>(JaxMegaMoeCpuExecute));
         return stages;
       },
       "Stage name -> capsule, for jax.ffi.register_ffi_target(platform='cpu').");
-  m.def(
-      "call_site_type",
-      [] {
-        nb::dict type;
-        type["type_id"] = nb::capsule(static_cast<void*>(&CallSite::id));
-        type["type_info"] = nb::capsule(static_cast<void*>(&call_site_info));
-        return type;
-      },
-      "For jax.ffi.register_ffi_type; it must be registered before the handlers.");
 
   nb::class_<MoeShape>(m, "MoeShape", "Sizes of one layer on R ranks; see cc/protocol/shape.h.")
       .def_static("make", &make_shape, "num_ranks"_a, "num_experts"_a, "top_k"_a, "hidden"_a,
