@@ -49,13 +49,6 @@ def _f32_bits(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, _U32)
     if x.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(x, jnp.uint16).astype(_U32) << 16
-    check(
-        x.dtype == jnp.float16,
-        "array to quantise",
-        got=x.dtype,
-        want="bfloat16, float16 or float32",
-        remedy="cast it first",
-    )
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(_U32)
     sign, exponent, mantissa = (bits & 0x8000) << 16, (bits >> 10) & 0x1F, bits & 0x3FF
     # A denormal m * 2^-24 has its leading one at bit 31 - clz(m).
@@ -74,6 +67,13 @@ def _check_values(x: object) -> None:
     """Checks what is to be quantised: [..., K], or [K]."""
     shape: tuple[object, ...] = ("...", "K") if getattr(x, "ndim", 2) != 1 else ("K",)
     check_array(x, "x", shape, _FLOATS, "the last axis is the one that is contracted")
+    check(
+        x.shape[-1] % SF_GROUP == 0,  # type: ignore[attr-defined]
+        "x",
+        got=describe(x),
+        want=f"a last axis that is a multiple of {SF_GROUP}",
+        remedy=f"scales cover {SF_GROUP} elements along K; pad K with zeros",
+    )
 
 
 def _check_codes(codes: object, sf: object, dtypes: tuple[str, ...]) -> None:
@@ -108,13 +108,6 @@ def _f32(bits: jax.Array) -> jax.Array:
 
 
 def _grouped(x: jax.Array) -> jax.Array:
-    check(
-        x.ndim >= 1 and x.shape[-1] % SF_GROUP == 0,
-        "last axis of the array to quantise",
-        got=list(x.shape),
-        want=f"a multiple of {SF_GROUP}",
-        remedy=f"scales cover {SF_GROUP} elements along K; pad K with zeros",
-    )
     return x.reshape(*x.shape[:-1], x.shape[-1] // SF_GROUP, SF_GROUP)
 
 

@@ -852,3 +852,124 @@ def test_files_that_were_cut_off(keep, rng, tmp_path):
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(MegaMoEError, match=r"model\.safetensors: got .* a whole safetensors file"):
         checkpoints.open(tmp_path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4000000000\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_git_lfs_pointers(name, rng, tmp_path):
+    files.write(make("V4", rng), tmp_path)
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(MegaMoEError, match=rf"{name}: got a git-lfs pointer.*`git lfs pull`"):
+        checkpoints.open(tmp_path)
+
+
+def test_files_in_other_formats(rng, tmp_path):
+    files.write(make("V4", rng), tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
+    message = r"no \*\.safetensors, but model\.gguf \(GGUF\); .*Download the safetensors"
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoints.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "method, more, kind",
+    [
+        ("awq", "qzeros", "AWQ"),
+        (None, "qzeros", "AWQ"),
+        (None, "g_idx", "GPTQ"),
+        ("gptq", "", "GPTQ"),
+    ],
+)
+def test_integers_with_zero_points(method, more, kind, rng, tmp_path):
+    model = make("Qwen3", rng)
+    tensors = {}
+    for name, array in model.tensors.items():
+        if ".experts." in name:
+            start = name.removesuffix("weight")
+            tensors[f"{start}qweight"] = np.zeros((4, 4), np.int32)
+            tensors[f"{start}{more or 'scales'}"] = np.zeros((4, 4), np.int32)
+        else:
+            tensors[name] = array
+    model.config["quantization_config"] = {"quant_method": method} if method else {}
+    model = dataclasses.replace(model, tensors=tensors)
+    message = rf"got experts in {kind}, such as model.*\.qweight; expected FP8 .*no exact FP4 form"
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoints.open(files.write(model, tmp_path))
+
+
+def test_other_names_are_shown(rng, tmp_path):
+    files.write(make("V3", rng), tmp_path)
+    message = r"named like an expert, but model\.layers\.1\.mlp\..*expert.*; expected names as in"
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoints.open(tmp_path, family="kimi_k3")
+
+
+@pytest.mark.parametrize("part", [".experts.2.up_proj", ".shared_experts.up_proj"])
+@pytest.mark.parametrize(
+    "shape, per",
+    [((), "tensor"), ((1,), "tensor"), ((-1,), "channel"), ((-1, 1), "channel")],
+)
+def test_fp8_with_larger_blocks(part, shape, per, rng, tmp_path):
+    model = make("V3", rng)
+    name = next(name for name in model.tensors if f"{part}.weight_scale_inv" in name)
+    rows = model.tensors[name.removesuffix("_scale_inv")].shape[0]
+    shape = tuple(rows if n < 0 else n for n in shape)
+    model.tensors[name] = np.ones(shape, np.float32)
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    message = (
+        rf"tensor {re.escape(name)}: got F32{re.escape(str(list(shape)))}: a scale per {per}; "
+        r"expected a scale per block of 128 x 128.*BF16.*quantize_weights"
+    )
+    with pytest.raises(MegaMoEError, match=message):
+        if "shared" in part:
+            checkpoint.shared_expert(1)
+        else:
+            checkpoint.experts(1, requantize=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_scales_that_are_not_numbers_are_named(dtype, rng, tmp_path):
+    model = files.deepseek_v3(rng, scale_dtype=dtype)
+    name = next(name for name in model.tensors if ".experts.3.down_proj.weight_scale_inv" in name)
+    model.tensors[name].flat[1] = np.nan
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    message = rf"tensor {re.escape(name)}: got a NaN or an infinity \(1 of 2\); expected finite sc"
+    with pytest.raises(MegaMoEError, match=message):
+        checkpoint.experts(1, requantize=True)
+
+
+def test_nvfp4_is_named(rng, tmp_path):
+    model = make("V3", rng)
+    for name in list(model.tensors):
+        if ".experts." in name and name.endswith("weight"):
+            model.tensors[name] = np.zeros((4, 4), np.uint8)
+            model.tensors[f"{name}_scale_inv"] = np.zeros((4, 4), ml_dtypes.float8_e4m3fn)
+    checkpoint = checkpoints.open(files.write(model, tmp_path))
+    with pytest.raises(MegaMoEError, match=r"got U8 with F8_E4M3 scales; .*This is NVFP4"):
+        checkpoint.experts(1, requantize=True)
+
+
+def test_arguments_of_other_types(rng, tmp_path):
+    checkpoint = checkpoints.open(files.write(make("V4", rng), tmp_path))
+    ids = "expected different ids from 0 to 3. Pass range.*"
+    for call, message in (
+        (lambda: checkpoint.experts(1, experts=2), rf"experts: got 2, an int; {ids}\[0\]"),
+        (lambda: checkpoint.experts(1, experts=[1.5]), rf"experts: got list of 1; {ids}"),
+        (lambda: checkpoint.experts(1, experts=[True]), rf"experts: got list of 1; {ids}"),
+        (lambda: checkpoint.experts(1, experts="01"), rf"experts: got '01', a str; {ids}"),
+        (lambda: checkpoint.experts("1"), r"layer: got '1', a str; expected one of the layers"),
+        (lambda: checkpoint.router([1]), r"layer: got list of 1; expected one of the layers"),
+        (lambda: checkpoint.experts(1, progress="yes"), r"progress: got 'yes', a str; .*stderr"),
+        (lambda: checkpoint.tensor(3), r"name: got 3, an int; expected the full name of a tensor"),
+        (lambda: checkpoints.open(None), r"path: got None; expected a str or a pathlib.Path"),
+        (
+            lambda: checkpoints.open(tmp_path / "config.json"),
+            r"config\.json: got a file; expected a directory.*Pass the directory of the file",
+        ),
+    ):
+        with pytest.raises(MegaMoEError, match=message):
+            call()
+    same = checkpoint.experts(np.int64(1), experts=np.arange(2))
+    np.testing.assert_array_equal(same.w13, checkpoint.experts(1, experts=range(2)).w13)

@@ -416,8 +416,8 @@ CALLS = {
     ),
     "quantise 48": (
         lambda: q.quantize_e4m3(NARROW),
-        "last axis of the array to quantise",
-        "[4, 48]",
+        "x",
+        "bfloat16[4, 48]",
         "multiple of 32",
         "pad",
     ),

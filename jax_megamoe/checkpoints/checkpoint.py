@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ from jax_megamoe.checkpoints.families import (
 )
 from jax_megamoe.checkpoints.files import AGAIN, DTYPES, Shard, Tensor, load_json, tensor_files
 from jax_megamoe.config import ACTIVATIONS, SF_GROUP, Activation
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, describe
 from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
 
@@ -71,6 +73,13 @@ def open(path: str | Path, family: str | None = None) -> Checkpoint:
     return Checkpoint(path, family)
 
 
+#: (dtype of values, dtype of scales or None for any) -> what is to be said of them.
+_REMEDIES = {
+    ("I32", None): "INT4 has no exact FP4 form; ",
+    ("U8", "F8_E4M3"): "this is NVFP4, whose scales are no powers of two; ",
+}
+
+
 class Checkpoint:
     """A model's directory. Build it with `open`.
 
@@ -85,14 +94,27 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, family: str | None = None):
+        check(
+            isinstance(path, (str, os.PathLike)),
+            "path",
+            got=describe(path),
+            want="a str or a pathlib.Path",
+            remedy="it is a directory with config.json and safetensors files",
+        )
         self.path = Path(path)
         where = self.path / "config.json"
         check(
             where.is_file(),
             str(self.path),
-            got="no config.json" if self.path.is_dir() else "no such directory",
+            got="no config.json"
+            if self.path.is_dir()
+            else "a file"
+            if self.path.exists()
+            else "no such directory",
             want="a directory with config.json and safetensors files",
-            remedy="download the model first; nothing is fetched here",
+            remedy="pass the directory of the file"
+            if self.path.is_file()
+            else "download the model first; nothing is fetched here",
         )
         config = load_json(where.read_bytes(), where)
         model = config.get("text_config")
@@ -226,6 +248,13 @@ class Checkpoint:
             want="MXFP4, which loads bit for bit",
             remedy="requantize=True rounds them to it; relative_errors says afterwards how much "
             "that changed",
+        )
+        check(
+            progress is None or isinstance(progress, bool) or callable(progress),
+            "progress",
+            got=describe(progress),
+            want="True, False or a function of (experts done, experts in all)",
+            remedy="True draws a bar on stderr",
         )
         show = _bar(layer) if progress is True else progress or None
         hidden, intermediate = self._hidden, self._intermediate
@@ -415,6 +444,7 @@ class Checkpoint:
         if scales is not None and stored.scales is not None:
             block = self._block()
             scale_shape = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+            self._check_blocks(scales, shape, block)
             self._check_tensor(scales, (stored.scales,), scale_shape)
             scale = self._scale(scales)
             matrix = np.asarray(_widen_to_bf16(matrix, scale, block))
@@ -429,6 +459,13 @@ class Checkpoint:
 
     def tensor(self, name: str) -> np.ndarray:
         """A copy of any tensor, by its full name, in numpy's or ml_dtypes' dtype for it."""
+        check(
+            isinstance(name, str),
+            "name",
+            got=describe(name),
+            want="the full name of a tensor",
+            remedy="tensor_names lists them",
+        )
         self._require(name in self._files, f"tensor {name}", "no such tensor", "a tensor's name")
         tensor = self._tensor(name)
         check(
@@ -468,10 +505,30 @@ class Checkpoint:
                 remedy="keep the files of one checkpoint in a directory",
             )
             slots[key] = name
-        self._require(
-            bool(self._experts),
+        if not self._experts:
+            self._refuse_names()
+
+    def _refuse_names(self):
+        """Says why nothing is an expert: another format, or other names."""
+        like = [name for name in self._files if "expert" in name]
+        method = str(self._quantization.get("quant_method", "")).lower()
+        packed = [name for name in like if name.endswith(".qweight")]
+        formats = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes"}
+        kind = formats.get(method)
+        if kind is None and packed:
+            kind = "GPTQ" if any(name.endswith(".g_idx") for name in like) else "AWQ"
+        check(
+            kind is None,
             str(self.path),
-            "no tensor that is named like an expert",
+            got=f"experts in {kind}, such as {(packed or like or ['none'])[0]}",
+            want=" or ".join(map(str, self._family.formats)),
+            remedy="its 4-bit integers have no exact FP4 form: load a release of the model in one "
+            "of these formats, or widen the weights and call jax_megamoe.quantize_weights",
+        )
+        self._require(
+            False,
+            str(self.path),
+            "no tensor that is named like an expert" + (f", but {like[0]}" if like else ""),
             f"names as in {self._family.experts.pattern}",
         )
 
@@ -505,10 +562,11 @@ class Checkpoint:
         return [(expert, role, part) for role in self._roles() for part in ("values", "scales")]
 
     def _layer(self, layer: int) -> dict[tuple[int, str, str], str]:
+        number = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
         check(
-            layer in self._experts,
+            number and layer in self._experts,
             "layer",
-            got=layer,
+            got=layer if number else describe(layer),
             want=f"one of the layers with experts, {_ranges(self.layers)}",
             remedy="the others are dense, or not in this checkpoint",
         )
@@ -546,13 +604,17 @@ class Checkpoint:
         return names
 
     def _ids(self, experts: Sequence[int] | None) -> list[int]:
-        ids = list(range(self._num_experts) if experts is None else map(int, experts))
+        try:
+            ids = list(map(_index, range(self._num_experts) if experts is None else experts))
+            got = _ranges(ids) if ids else "none"
+        except TypeError:  # no sequence, or not of integers
+            ids, got = [], describe(experts)
         check(
             0 < len(ids) == len(set(ids)) and 0 <= min(ids) and max(ids) < self._num_experts,
             "experts",
-            got=_ranges(ids) if ids else "none",
+            got=got,
             want=f"different ids from 0 to {self._num_experts - 1}",
-            remedy="pass range(first, last + 1), or None for all",
+            remedy="pass range(first, last + 1), a list such as [0], or None for all",
         )
         return ids
 
@@ -616,9 +678,9 @@ class Checkpoint:
             f"tensor {values}",
             got=spell_dtypes(dtype, scales_dtype),
             want=" or ".join(map(str, formats)),
-            remedy="INT4 has no exact FP4 form; load a release in FP8"
-            if dtype == "I32"
-            else "load a release of the model in one of these formats",
+            remedy=_REMEDIES.get((dtype, scales_dtype), _REMEDIES.get((dtype, None), ""))
+            + "load a release of the model in one of these formats, or widen the weights and call "
+            "jax_megamoe.quantize_weights",
         )
         raise AssertionError
 
@@ -653,8 +715,30 @@ class Checkpoint:
             scales_shape = (self._num_experts, *scales_shape)
         self._check_tensor(values, (stored.values,), shape)
         if scales is not None and stored.scales is not None:
+            if stored.format is FP8:
+                self._check_blocks(scales, (rows, columns), self._block())
             self._check_tensor(scales, (stored.scales,), scales_shape)
         return Matrix(values, scales, expert, rows, columns)
+
+    def _check_blocks(self, name: str, shape: tuple[int, ...], block: tuple[int, int]) -> None:
+        """Refuses scales of a matrix of FP8 that belong to larger parts of it than blocks."""
+        tensor = self._tensor(name)
+        if tensor.shape == tuple(-(-n // size) for n, size in zip(shape, block, strict=True)):
+            return
+        per = ""
+        if math.prod(tensor.shape) == 1:
+            per = "a scale per tensor"
+        elif tensor.shape in ((shape[0],), (shape[0], 1)):
+            per = "a scale per channel"
+        check(
+            not per,
+            f"tensor {name}",
+            got=f"{tensor.dtype}{list(tensor.shape)}: {per}",
+            want=f"a scale per block of {block[0]} x {block[1]}",
+            remedy="FP8 with a scale per tensor or channel is not supported: load a release with "
+            "block scales or in BF16, or multiply the matrices by their scales, both from "
+            "Checkpoint.tensor, and call jax_megamoe.quantize_weights",
+        )
 
     def _mxfp4(self, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
         """Views of the codes [N, K/2] and the scales [N, K/32]."""
@@ -683,7 +767,16 @@ class Checkpoint:
         scale = self.tensor(name)
         if scale.dtype == ml_dtypes.float8_e8m0fnu:
             _check_scales(name, expert, scale.view(np.uint8))
-        return scale.astype(np.float32)
+        scale = scale.astype(np.float32)
+        bad = np.count_nonzero(~np.isfinite(scale))
+        check(
+            bad == 0,
+            f"tensor {name}",
+            got=f"a NaN or an infinity ({bad} of {scale.size})",
+            want="finite scales",
+            remedy=AGAIN,
+        )
+        return scale
 
     def _block(self) -> tuple[int, int]:
         block = self._quantization.get("weight_block_size", [128, 128])
@@ -697,7 +790,8 @@ class Checkpoint:
             "config.json: weight_block_size",
             got=repr(block),
             want="two positive ints, rows and columns that share a scale",
-            remedy="FP8 with a scale per tensor or channel is not supported",
+            remedy="FP8 with a scale per tensor or channel is not supported; load a release with "
+            "block scales or in BF16",
         )
         return block[0], block[1]
 
@@ -740,6 +834,13 @@ def _round_to_mxfp4(matrix, scale, block):
     codes, sf = quantize.quantize_e2m1(values)
     error = quantize.dequantize_e2m1(codes, sf) - values
     return quantize.pack_e2m1(codes), sf, jnp.sum(error**2), jnp.sum(values**2)
+
+
+def _index(number: Any) -> int:
+    """An int, of Python or numpy; not a bool or a float that would be rounded."""
+    if isinstance(number, (bool, np.bool_)):
+        raise TypeError
+    return operator.index(number)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

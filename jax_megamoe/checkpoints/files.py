@@ -31,6 +31,21 @@ DTYPES: dict[str, Any] = {
 }
 
 AGAIN = "download it again"
+#: How a file begins that git-lfs has left in place of another one.
+_LFS = b"version https://git-lfs.github.com/spec/"
+#: Ends of names of weights in formats that are not read.
+_OTHER_FILES = {".bin": "PyTorch", ".pth": "PyTorch", ".pt": "PyTorch", ".gguf": "GGUF"}
+
+
+def check_no_pointer(start: bytes, where: Path) -> None:
+    """Refuses what a clone without git-lfs has in place of a large file."""
+    check(
+        not start.startswith(_LFS),
+        str(where),
+        got="a git-lfs pointer: the text that stands for the file",
+        want="the file itself",
+        remedy="run `git lfs pull` in this directory, or download the model with huggingface_hub",
+    )
 
 
 def load_json(text: str | bytes, where: Path) -> dict[str, Any]:
@@ -44,6 +59,7 @@ def load_json(text: str | bytes, where: Path) -> dict[str, Any]:
             check(False, str(where), got=f"{twice!r} twice", want="every name once", remedy=AGAIN)
         return result
 
+    check_no_pointer(text.encode() if isinstance(text, str) else text, where)
     try:
         result = json.loads(text, object_pairs_hook=unique)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -74,6 +90,8 @@ class Shard:
                 want="safetensors 0.6 or newer",
                 remedy="install it with pip install 'jax-megamoe[checkpoints]'",
             )
+        with path.open("rb") as file:
+            check_no_pointer(file.read(len(_LFS)), path)
         try:
             with safe_open(path, framework="np"):  # checks header, offsets and size
                 pass
@@ -128,12 +146,16 @@ def tensor_files(path: Path) -> dict[str, str]:
         )
         return dict(weight_map or {})
     shards = sorted(path.glob("*.safetensors"))
+    others = sorted(file for file in path.iterdir() if file.suffix in _OTHER_FILES)
+    other = f", but {others[0].name} ({_OTHER_FILES[others[0].suffix]})" if others else ""
     check(
         bool(shards),
         str(path),
-        got="no *.safetensors",
+        got=f"no *.safetensors{other}",
         want="a directory with a checkpoint in safetensors files",
-        remedy="point to the directory that has config.json and the weights",
+        remedy="download the safetensors files of the model, or save it as such with transformers"
+        if others
+        else "point to the directory that has config.json and the weights",
     )
     files: dict[str, str] = {}
     for shard in shards:
