@@ -42,6 +42,8 @@ class Curves:
         self.per_32 = {t: by[32, t] for t in self.tokens}
         self.per_128 = {t: by[128, t] for t in self.tokens}
         self.plain = {t: self.row[t]["unfused_us"] for t in self.tokens}
+        #: Whether jitted calls of the fused layer were timed as well, which older results lack.
+        self.has_calls = all("call_us" in self.row[t] for t in self.tokens)
 
     def ratio(self, rows: dict[int, dict[str, Any]], tokens: int) -> float:
         return self.plain[tokens] / rows[tokens]["fused_us"]
@@ -68,19 +70,21 @@ def readme_table(curves: Curves) -> str:
 
 
 def performance_table(curves: Curves) -> str:
-    lines = [
-        "| tokens | scales | us | floor us | of floor | TFLOP/s | HBM GB/s | plain JAX us | "
-        "plain / fused |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    names = ["tokens", "scales", "us", "floor us", "of floor", "TFLOP/s", "HBM GB/s"]
+    names += ["plain JAX us", "plain / fused"]
+    if curves.has_calls:
+        names += ["jitted call us", "plain / call"]
+    rules = ["---:", "---"] + ["---:"] * (len(names) - 2)
+    lines = [" | ".join(["", *cells, ""]).strip() for cells in (names, rules)]
     for name, rows in (("row", curves.row), ("128", curves.per_128), ("32", curves.per_32)):
         for t in curves.tokens:
             row = rows[t]
-            lines.append(
-                f"| {t} | {name} | {microseconds(row['fused_us'])} | "
-                f"{microseconds(row['floor_us'])} | {row['of_floor']:.0%} | {row['tflops']:.0f} | "
-                f"{row['hbm_gb_s']:.0f} | {curves.plain[t]:.0f} | {curves.ratio(rows, t):.2f} |"
-            )
+            cells = [f"{t}", name, microseconds(row["fused_us"]), microseconds(row["floor_us"])]
+            cells += [f"{row['of_floor']:.0%}", f"{row['tflops']:.0f}", f"{row['hbm_gb_s']:.0f}"]
+            cells += [f"{curves.plain[t]:.0f}", f"{curves.ratio(rows, t):.2f}"]
+            if curves.has_calls:
+                cells += [microseconds(row["call_us"]), f"{curves.plain[t] / row['call_us']:.2f}"]
+            lines.append(" | ".join(["", *cells, ""]).strip())
     return "\n".join(lines)
 
 

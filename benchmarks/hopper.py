@@ -47,15 +47,17 @@ def markdown(runs: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> str:
         f"GPUs: {', '.join(hardware['gpus'])}; jax {hardware['jax']}, jax_megamoe "
         f"{hardware['jax_megamoe']}.",
         "",
-        "us: median over calls of the slowest rank's kernel, cold L2. unfused: best variant, host "
-        "wall time, warm caches, measured at the first granularity.",
+        "us: median over calls of the slowest rank's kernel, cold L2. call us: a jitted call of "
+        "the fused layer, host wall time, warm caches. unfused: best variant, timed like that, "
+        "measured at the first granularity.",
         f"Floor: {FLOOR_FORMULA}.",
     ]
     names = ("granularity", "routing", "tokens/rank", "rows", "tile", "us", "floor us", "of floor")
-    names += ("TFLOP/s", "HBM GB/s", "link GB/s", "unfused us", "unfused / fused")
+    names += ("TFLOP/s", "HBM GB/s", "link GB/s", "call us", "unfused us", "unfused / fused")
+    names += ("unfused / call",)
     for run in runs:
         lines += ["", f"## {run['model']}, {run['ranks']} rank(s)", ""]
-        lines += ["| " + " | ".join(names) + " |", "| --- | --- " + "| ---: " * 11 + "|"]
+        lines += ["| " + " | ".join(names) + " |", "| --- | --- " + "| ---: " * 13 + "|"]
         for row in run["results"]:
             has = "unfused_us" in row
             cells = (
@@ -63,8 +65,10 @@ def markdown(runs: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> str:
                 *(row["tile"], f"{row['fused_us']:.1f}", f"{row['floor_us']:.1f}"),
                 *(f"{row['of_floor']:.0%}", f"{row['tflops']:.0f}", f"{row['hbm_gb_s']:.0f}"),
                 f"{row['link_gb_s']:.0f}" if run["ranks"] > 1 else "-",
+                f"{row['call_us']:.0f}" if "call_us" in row else "-",
                 f"{row['unfused_us']:.0f}" if has else "-",
                 f"{row['ratio']:.2f}" if has else "-",
+                f"{row['call_ratio']:.2f}" if "call_ratio" in row else "-",
             )
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"

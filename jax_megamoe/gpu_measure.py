@@ -366,7 +366,78 @@ def measure_tokens(
     return results
 
 
-# The unfused layer, through JAX ------------------------------------------------------------------
+# Through JAX: the unfused layer, and the fused one as a jitted call ------------------------------
+
+
+def _mesh(num_ranks: int) -> Any:
+    """A mesh "ep" of the first devices that JAX shows."""
+    import jax
+
+    devices = jax.devices()[:num_ranks]
+    check(
+        len(devices) == num_ranks,
+        "GPUs of JAX",
+        got=len(devices),
+        want=f"{num_ranks}, one for each rank",
+        remedy="look at CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
+    )
+    return jax.make_mesh((num_ranks,), ("ep",), (jax.sharding.AxisType.Auto,), devices=devices)
+
+
+def _place(mesh: Any, operands: Operands) -> Any:
+    """Operands [R, T, ...] as global arrays [R * T, ...] over the mesh."""
+    import jax
+
+    by_rank = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
+    return jax.device_put(tuple(a.reshape(-1, a.shape[-1]) for a in operands), by_rank)
+
+
+def _time_calls(call: Callable[..., Any], operands: Any, repeats: int) -> tuple[Any, list[float]]:
+    """A result, and microseconds of host wall time from dispatch until each of `repeats` results is
+    there, after two untimed calls: caches are warm."""
+    import time
+
+    import jax
+
+    y = jax.block_until_ready(call(*operands))
+    jax.block_until_ready(call(*operands))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*operands))
+        times.append(1e6 * (time.perf_counter() - start))
+    return y, times
+
+
+class Jitted:
+    """The fused layer as its users call it, with the weights of a `Fused`, timed as `Unfused` is.
+
+    So its time holds the launch, and what JAX and XLA need for a call; its caches are warm.
+    """
+
+    def __init__(self, fused: Fused):
+        import jax
+
+        from jax_megamoe.layer import MegaMoE
+
+        self.mesh = _mesh(fused.num_ranks)
+        self.layer = MegaMoE(fused.config, self.mesh, axis="ep")
+        # Every rank has the same experts.
+        everywhere = jax.tree.map(lambda a: np.concatenate([a] * fused.num_ranks), fused.weights)
+        self._weights = self.layer.shard(everywhere)
+        self._call = jax.jit(self.layer)
+
+    def measure(self, operands: Operands, repeats: int = 10) -> dict[str, Any]:
+        """Times one set of operands: call_us, the median, and call_us_all."""
+        placed = (*_place(self.mesh, operands), self._weights)
+        _, times = _time_calls(self._call, placed, repeats)
+        return {"call_us": float(np.median(times)), "call_us_all": times}
+
+    def __enter__(self) -> Jitted:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.layer.close()
 
 
 class Unfused:
@@ -381,26 +452,15 @@ class Unfused:
 
         from jax_megamoe import unfused
 
-        self.config, self.num_ranks = fused.config, fused.num_ranks
-        devices = jax.devices()[: self.num_ranks]
-        check(
-            len(devices) == self.num_ranks,
-            "GPUs of JAX",
-            got=len(devices),
-            want=f"{self.num_ranks}, one for each rank",
-            remedy="look at CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
-        )
-        self.mesh = jax.make_mesh(
-            (self.num_ranks,), ("ep",), (jax.sharding.AxisType.Auto,), devices=devices
-        )
+        self.config = fused.config
+        self.mesh = _mesh(fused.num_ranks)
         everywhere = jax.sharding.PartitionSpec()
-        self._by_rank = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("ep"))
         # Every rank has the same experts: they are widened where they are needed.
         widen = jax.shard_map(
             unfused.widen_weights,
             mesh=self.mesh,
             in_specs=everywhere,
-            out_specs=self._by_rank.spec,
+            out_specs=jax.sharding.PartitionSpec("ep"),
             check_vma=False,
         )
         replicated = jax.sharding.NamedSharding(self.mesh, everywhere)
@@ -412,7 +472,7 @@ class Unfused:
 
         # Which product is the fastest depends on the device, and on what is installed.
         _, gemm = unfused.choose("auto", "auto", config=self.config)
-        transports = ("all_to_all", "all_gather") if self.num_ranks > 1 else ("all_to_all",)
+        transports = ("all_to_all", "all_gather") if self.mesh.size > 1 else ("all_to_all",)
         return [(transport, gemm) for transport in transports]
 
     def measure(self, operands: Operands, repeats: int = 10) -> dict[str, Any]:
@@ -422,13 +482,11 @@ class Unfused:
           A dict: unfused_us (median of the best variant), unfused_variant, unfused_us_all (of it),
           and y [R, T, H] of it.
         """
-        import time
-
         import jax
 
         from jax_megamoe import unfused
 
-        placed = jax.device_put(tuple(a.reshape(-1, a.shape[-1]) for a in operands), self._by_rank)
+        placed = (*_place(self.mesh, operands), self._weights)
         best: dict[str, Any] = {}
         for transport, gemm in self.variants():
 
@@ -437,14 +495,7 @@ class Unfused:
                     *operands, self.config, self.mesh, "ep", transport=transport, gemm=gemm
                 )
 
-            call = jax.jit(layer)
-            y = jax.block_until_ready(call(*placed, self._weights))
-            jax.block_until_ready(call(*placed, self._weights))
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                jax.block_until_ready(call(*placed, self._weights))
-                times.append(1e6 * (time.perf_counter() - start))
+            y, times = _time_calls(jax.jit(layer), placed, repeats)
             median = float(np.median(times))
             if not best or median < best["unfused_us"]:
                 best = {

@@ -329,3 +329,13 @@ def test_readme_ratios_are_those_of_the_results():
             assert f"{times:.0f} us" in text.partition("<!-- begin hopper")[0]
     slower = curves.per_32[8192]["fused_us"] / curves.row[8192]["fused_us"]
     assert f"takes {slower:.1f} times as long" in text.replace("# ", "")
+
+
+def test_jitted_calls_get_columns_where_they_were_timed():
+    content = json.loads(figures().RESULTS.read_text())
+    for row in content["runs"][0]["results"]:
+        row["call_us"] = 2 * row["fused_us"]
+    lines = figures().performance_table(figures().Curves(content)).split("\n")
+    assert lines[0].endswith("| jitted call us | plain / call |")
+    assert {line.count("|") for line in lines} == {12}
+    assert lines[2].split(" | ")[-1] == "7.30 |" and lines[2].startswith("| 1 | row | 48.1 |")

@@ -149,6 +149,8 @@ def test_the_gpu_bench_on_the_simulation(tmp_path, capsys):
         assert ("ratio" in row) == (row["routing"] == "uniform")
         if "ratio" in row:
             assert row["ratio"] == row["unfused_us"] / row["fused_us"]
+            assert row["call_ratio"] == row["unfused_us"] / row["call_us"]
+            assert row["call_us"] == np.median(row["call_us_all"]) and row["call_us"] > 0
     assert results[2]["rows"] == 0 and results[2]["tflops"] == 0
     json.dumps(results)
     assert bench.gpu_faults(results) == []

@@ -46,7 +46,8 @@ def add_parser(commands: Any) -> Any:
         "measure the fused layer against the unfused one",
         "Both run on the same\noperands; times are medians. The unfused layer has its weights in "
         "BF16, widened once before.\nOn GPUs the fused layer's time is that of its kernel on the "
-        "slowest rank, with a cold L2; the\nunfused layer's is host wall time.",
+        "slowest rank, with a cold L2, and that\nof a jitted call, host wall time like the unfused "
+        "layer's.",
         "bench --devices 4 --tokens 8,64 --repeats 5 --json bench.json\n"
         "      8 and 64 tokens on each of 4 ranks, 5 timed calls each\n"
         "  python -m jax_megamoe bench --backend gpu --model flash --granularity 32,128,row\n"
@@ -245,7 +246,8 @@ def _run_gpu(args: Any) -> int:
     print(
         f"{args.devices} x {gpu}, jax {hardware['jax']}; back end sm_90a\n"
         f"{_shape_text(configs[0])}; medians of {args.repeats}\n"
-        f"fused: its kernel on the slowest rank, cold L2; unfused: host wall time, warm caches\n"
+        "us: the fused layer's kernel on the slowest rank, cold L2; call us and unfused us: host "
+        "wall time, warm caches\n"
         f"floor: {gpu_measure.FLOOR_FORMULA}\n"
     )
     print(gpu_table(results))
@@ -284,8 +286,10 @@ def measure_gpu(
       make_ranks: for tests, instead of GpuRanks.
 
     Returns:
-      Dicts of `gpu_measure.measure_tokens`, with unfused_us and ratio (unfused over fused) if the
-      unfused layer was measured, and relative_difference where both layers were compared.
+      Dicts of `gpu_measure.measure_tokens`. If the unfused layer was measured: unfused_us, ratio
+      (unfused over fused), call_us (a jitted call of the fused layer, timed by the host like the
+      unfused one), call_ratio (unfused over that), and relative_difference where both layers were
+      compared.
     """
     from jax_megamoe import gpu_measure
 
@@ -302,6 +306,18 @@ def measure_gpu(
         rows = gpu_measure.measure_tokens(
             fused, tokens_per_rank, rng, repeats=repeats, progress=progress
         )
+        if with_unfused:
+            progress(f"granularity {granularity}: jitted calls")
+            try:
+                with gpu_measure.Jitted(fused) as jitted:
+                    for row in rows:
+                        if row["routing"] == "uniform":
+                            count = row["tokens_per_rank"]
+                            operands = gpu_measure.random_operands(config, num_devices, count, rng)
+                            row |= jitted.measure(operands)
+                del jitted  # and its weights
+            except Exception as error:  # out of memory, above all: the fused rows remain
+                progress(f"jitted calls failed: {' '.join(str(error).split())[:200]}")
         if first and with_unfused:
             progress("the unfused layer: widen its weights")
             unfused = gpu_measure.Unfused(fused)
@@ -326,6 +342,8 @@ def measure_gpu(
             if row["routing"] == "uniform" and row["tokens_per_rank"] in unfused_times:
                 row |= unfused_times[row["tokens_per_rank"]]
                 row["ratio"] = row["unfused_us"] / row["fused_us"]
+                if "call_us" in row:
+                    row["call_ratio"] = row["unfused_us"] / row["call_us"]
         results += rows
         del fused
     progress("done")
@@ -335,7 +353,8 @@ def measure_gpu(
 def gpu_table(results: Sequence[dict[str, Any]]) -> str:
     header = (
         *("granularity", "routing", "tokens/rank", "rows", "tile", "us", "floor us", "of floor"),
-        *("TFLOP/s", "HBM GB/s", "link GB/s", "unfused us", "unfused/fused"),
+        *("TFLOP/s", "HBM GB/s", "link GB/s", "call us", "unfused us", "unfused/fused"),
+        "unfused/call",
     )
     cells = []
     for row in results:
@@ -346,8 +365,10 @@ def gpu_table(results: Sequence[dict[str, Any]]) -> str:
                 *(row["tile"], f"{row['fused_us']:.1f}", f"{row['floor_us']:.1f}"),
                 *(f"{row['of_floor']:.0%}", f"{row['tflops']:.0f}", f"{row['hbm_gb_s']:.0f}"),
                 f"{row['link_gb_s']:.0f}" if row["ranks"] > 1 else "-",
+                f"{row['call_us']:.0f}" if "call_us" in row else "-",
                 f"{row['unfused_us']:.0f}" if has else "-",
                 f"{row['ratio']:.2f}" if has else "-",
+                f"{row['call_ratio']:.2f}" if "call_ratio" in row else "-",
             )
         )
     return shared.format_table(cells, header, left=2)
