@@ -2,24 +2,69 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 namespace jax_megamoe::cpu {
 
-inline constexpr uint32_t kPanel = 16;  // weight rows side by side in the CPU weight layout
+inline constexpr uint32_t kPanel = 16;       // weight rows side by side in the CPU weight layout
+inline constexpr uint32_t kRowSegment = 16;  // elements of a widened row side by side: a cache line
+
+// K is cut into chunks of 256: a widened panel's chunk (16 KiB) stays in the first-level cache, and
+// summing chunk by chunk keeps the rounding error of a long K near that of a short one.
+inline constexpr uint32_t kChunk = 256;
+inline constexpr uint32_t kScratchFloats = (2 * kChunk + 1) * kPanel;  // of multiply_panels()
+
+// Where element k of a row is in a block of `num_rows` widened rows, [K/16][num_rows][16]. Rows
+// that are a power of two apart would compete for a few lines of the cache. Not inline: this
+// header is compiled for several instruction sets, and a copy must not be shared.
+static constexpr uint64_t row_offset(uint32_t num_rows, uint32_t row, uint32_t k) {
+  return (uint64_t{k} / kRowSegment * num_rows + row) * kRowSegment + k % kRowSegment;
+}
+
+// Instruction sets, the better ones of a machine last.
+enum class Isa : uint32_t { kPortable, kNeon, kAvx2, kAvx512 };
+inline constexpr uint32_t kNumIsas = 4;
+inline constexpr const char* kIsaNames[kNumIsas] = {"portable", "neon", "avx2", "avx512"};
+
+bool supports(Isa isa);
+
+// What calls use: the best one of this machine, or the one that JAX_MEGAMOE_CPU_ISA names. That is
+// read once; a name that does not exist or that this machine does not support throws
+// std::invalid_argument, in every call.
+Isa selected_isa();
 
 // Widens `num_rows` FP8 rows of `k` elements to FP32, scales applied (exact within FP32's range).
-void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out);
+// `out`: see row_offset().
+void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out,
+                Isa isa = selected_isa());
 
-enum class Isa { kPortable, kAvx2, kAvx512 };
-bool supports(Isa isa);
-Isa best_isa();  // of this machine
+struct PanelProduct {
+  const float* rows;  // what widen_rows() wrote
+  uint32_t num_rows;
+  uint32_t k;                // a multiple of 32
+  const uint8_t* panels;     // [num_panels][k/2][16] E2M1 pairs
+  const uint8_t* panels_sf;  // [num_panels][k/32][16] UE8M0
+  uint32_t num_panels;
+  float* out;      // [num_rows][num_panels * 16]
+  float* scratch;  // [kScratchFloats]
+};
 
-// out[num_rows][num_panels * 16] = rows[num_rows][k] * panels^T. A panel is [k/2][16] bytes of E2M1
-// pairs and [k/32][16] scale bytes. `scratch` is resized as needed. A row's result depends on that
-// row and the weights alone, not on its position or on its neighbours.
-void multiply_panels(const float* rows, uint32_t num_rows, uint32_t k, const uint8_t* panels,
-                     const uint8_t* panels_sf, uint32_t num_panels, float* out,
-                     std::vector<float>& scratch, Isa isa = best_isa());
+// out = rows * panels^T. A row's result depends on that row and the weights alone, not on its
+// position or on its neighbours, nor on `isa` as long as all products are normal FP32 numbers.
+void multiply_panels(const PanelProduct& product, Isa isa = selected_isa());
+
+// One pair of functions per instruction set, in gemm_<isa>.cc.
+struct Kernels {
+  void (*multiply)(const PanelProduct&);
+  void (*widen_rows)(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k,
+                     float* out);
+};
+extern const Kernels kPortableKernels;
+#if defined(__aarch64__)
+extern const Kernels kNeonKernels;
+#endif
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512Kernels;
+#endif
 
 }  // namespace jax_megamoe::cpu

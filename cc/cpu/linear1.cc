@@ -26,10 +26,10 @@ bool linear1(const RankView& view, const Block& block, MathWorker& worker) {
   constexpr uint32_t kPanels = kL1ItemRows / kPanel;
   const uint64_t items = shape.linear1_n_blocks() / kL1ItemBlocks;
   const uint64_t first_panel = (block.expert * items + block.n_block) * kPanels;
-  multiply_panels(worker.rows.data(), block.valid_m, shape.hidden,
-                  view.args.w13 + first_panel * (k / 2) * kPanel,
-                  view.args.w13_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
-                  worker.accumulator.data(), worker.weights);
+  multiply_panels({worker.rows.data(), block.valid_m, shape.hidden,
+                   view.args.w13 + first_panel * (k / 2) * kPanel,
+                   view.args.w13_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
+                   worker.accumulator.data(), worker.weights.data()});
   if (view.args.b13 != nullptr) {
     const float* bias = view.args.b13 + (block.expert * items + block.n_block) * kL1ItemRows;
     float* tile = worker.accumulator.data();

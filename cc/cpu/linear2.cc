@@ -26,10 +26,10 @@ bool linear2(const RankView& view, const Block& block, MathWorker& worker) {
   constexpr uint32_t kPanels = kBlockN / kPanel;
   const uint64_t first_panel =
       (uint64_t{block.expert} * shape.linear2_n_blocks() + block.n_block) * kPanels;
-  multiply_panels(worker.rows.data(), block.valid_m, shape.intermediate,
-                  view.args.w2 + first_panel * (k / 2) * kPanel,
-                  view.args.w2_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
-                  worker.accumulator.data(), worker.weights);
+  multiply_panels({worker.rows.data(), block.valid_m, shape.intermediate,
+                   view.args.w2 + first_panel * (k / 2) * kPanel,
+                   view.args.w2_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
+                   worker.accumulator.data(), worker.weights.data()});
   if (view.args.b2 != nullptr) {
     const float* bias =
         view.args.b2 + uint64_t{block.expert} * shape.hidden + uint64_t{block.n_block} * kBlockN;

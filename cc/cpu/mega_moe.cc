@@ -7,6 +7,7 @@
 
 #include "cpu/combine.h"
 #include "cpu/dispatch.h"
+#include "cpu/gemm.h"
 #include "cpu/linear1.h"
 #include "cpu/linear2.h"
 #include "cpu/wait.h"
@@ -93,6 +94,7 @@ MegaMoeGroup::MegaMoeGroup(const MoeShape& shape, uint32_t workers_per_rank)
       layout_(shape),
       workers_per_rank_(workers_per_rank),
       num_tokens_(shape.num_ranks) {
+  selected_isa();  // throws here rather than in a worker
   for (uint32_t rank = 0; rank < shape_.num_ranks; ++rank) {
     void* base = mmap(nullptr, layout_.num_bytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -300,6 +300,21 @@ NB_MODULE(_native, m) {
   m.def("release_buffer", &host::release_buffer, "key"_a, nb::call_guard<nb::gil_scoped_release>(),
         "Frees a buffer; runs the calls that all ranks have entered and fails the others.");
   m.def("buffer_keys", &host::buffer_keys);
+  m.def(
+      "cpu_isa", [] { return cpu::kIsaNames[static_cast<uint32_t>(cpu::selected_isa())]; },
+      "The instruction set of the CPU back end's products; ValueError if JAX_MEGAMOE_CPU_ISA "
+      "names\n"
+      "one that this machine does not support.");
+  m.def(
+      "cpu_isas",
+      [] {
+        std::vector<std::string> names;
+        for (uint32_t i = 0; i < cpu::kNumIsas; ++i) {
+          if (cpu::supports(static_cast<cpu::Isa>(i))) names.push_back(cpu::kIsaNames[i]);
+        }
+        return names;
+      },
+      "The instruction sets that this machine supports, the best one last.");
   m.def("poison_buffer", &poison_buffer, "key"_a,
         "Fills every data region with 0xFF bytes; a correct call does not notice.");
   m.def("arm_fault", &arm_fault, "key"_a, "group"_a, "region"_a, "rank"_a,
