@@ -72,6 +72,15 @@ def release_buffer(key: str) -> None:
 
 def buffer_keys() -> list[str]: ...
 
+def cpu_isa() -> str:
+    """
+    The instruction set of the CPU back end's products; ValueError if JAX_MEGAMOE_CPU_ISA names
+    one that this machine does not support.
+    """
+
+def cpu_isas() -> list[str]:
+    """The instruction sets that this machine supports, the best one last."""
+
 def poison_buffer(key: str) -> None:
     """
     Fills every data region with 0xFF bytes; a correct call does not notice.

@@ -16,6 +16,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/gemm.h"
 #include "cuda/kernel.h"
 #include "ffi/gpu_module.h"
 #include "ffi/handlers.h"

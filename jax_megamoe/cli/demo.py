@@ -108,6 +108,10 @@ def run(args: Any) -> int:
             and np.array_equal(per_expert, np.bincount(topk_idx.ravel(), minlength=args.experts))
         ),
     }
+    fp4, bf16 = (
+        shared.readable_bytes(sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+        for tree in (weights, wide)
+    )
     difference = np.linalg.norm(np.asarray(y).astype(np.float64) - y_plain)
     rows = [
         (
@@ -120,6 +124,7 @@ def run(args: Any) -> int:
         ("symmetric buffer", f"{buffer} per rank"),
         ("fused", f"{fused_ms:.1f} ms per call, {1e3 * num_tokens / fused_ms:.0f} tokens/s"),
         ("unfused (plain JAX)", f"{plain_ms:.1f} ms per call"),
+        ("expert weights", f"{fp4} in FP4 for the fused layer, {bf16} in BF16 for the unfused one"),
         ("unfused / fused", f"{plain_ms / fused_ms:.2f}"),
         ("fused vs unfused", f"{difference / np.linalg.norm(y_plain):.2e} relative difference"),
         *[(f"error of {name}", f"{e:.3e} relative to float64") for name, e in error.items()],
