@@ -26,7 +26,7 @@ from jax_megamoe import reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
-from jax_megamoe.errors import as_array, check, check_array, describe
+from jax_megamoe.errors import as_array, check, check_array, describe, to_float
 from jax_megamoe.layer import MegaMoE
 from jax_megamoe.operands import PER_RANK, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
@@ -219,17 +219,19 @@ class MoEBlock:
             want="a jax_megamoe.Activation, or None for that of the config",
             remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
         )
+        eps = to_float(norm_eps)
         check(
-            isinstance(norm_eps, (int, float)) and 0 <= norm_eps < 1,
+            eps is not None and 1e-30 <= eps <= 1e30,
             "norm_eps",
-            got=describe(norm_eps),
-            want="a number from 0 to 1",
-            remedy="it is rms_norm_eps of the model's config.json",
+            got=repr(norm_eps),
+            want="a number from 1e-30 to 1e30: it is an FP32 number",
+            remedy="pass the model's rms_norm_eps",
         )
+        assert eps is not None
         self.config, self.router = config, router
         self.shared_activation = shared_activation or config.activation
         self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes)
-        self._site = _Site(self.layer._site, router, self.shared_activation, float(norm_eps))
+        self._site = _Site(self.layer._site, router, self.shared_activation, eps)
 
     @classmethod
     def of(

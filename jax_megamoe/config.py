@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from jax_megamoe.errors import check, check_positive_int
+from jax_megamoe.errors import check, check_bool, check_positive_int, to_float, to_int
 
 #: Elements along K that share one UE8M0 scale factor, in activations and in weights.
 SF_GROUP = 32
@@ -19,7 +18,14 @@ MAX_TOP_K = 32
 MAX_RANKS = 72
 #: Row numbers travel as 32-bit words; token * top_k + slot has to stay below this.
 MAX_ROWS = 2**31 - 1
-
+#: Largest num_experts, hidden and intermediate: blocks of 256 rows an expert, and rows of a weight
+#: matrix, have to stay far below 2^31 as well.
+MAX_SIZE = 2**20
+#: Bounds of timeout_s. A shorter wait fails calls in which nothing is wrong.
+TIMEOUTS = (1e-3, 1e6)
+#: Bounds of an activation's parameters. They are FP32 numbers: between these neither they nor their
+#: reciprocals leave its normal range, multiplied by 1e8 in either direction.
+ACTIVATION_PARAMS = (1e-30, 1e30)
 
 #: What `Activation.kind` may be -> the parameters it takes. "limit" of "swiglu" may be None.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -40,7 +46,8 @@ class Activation:
       alpha: factor of the gate in the sigmoid of "gpt_oss_swiglu".
       beta, linear_beta: bounds of the gate's side and of up's side of "situ".
 
-    A parameter that the kind does not have is None.
+    A parameter that the kind does not have is None. The others are numbers from 1e-30 to 1e30, kept
+    as Python floats and rounded to FP32 where they are used.
     """
 
     kind: str = "swiglu"
@@ -51,35 +58,40 @@ class Activation:
 
     def __post_init__(self):
         check(
-            self.kind in ACTIVATIONS,
+            isinstance(self.kind, str) and self.kind in ACTIVATIONS,
             "activation.kind",
             got=repr(self.kind),
             want=f"one of {tuple(ACTIVATIONS)}",
             remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ; no other activation is "
             "implemented",
         )
+        object.__setattr__(self, "kind", str(self.kind))
+        low, high = ACTIVATION_PARAMS
         for name in ("limit", "alpha", "beta", "linear_beta"):
             value = getattr(self, name)
             if name not in ACTIVATIONS[self.kind]:
                 check(
                     value is None,
                     f"activation.{name}",
-                    got=value,
+                    got=repr(value),
                     want=f"None: {self.kind!r} has the parameters {ACTIVATIONS[self.kind]}",
                     remedy=f"use jax_megamoe.{self.kind}",
                 )
                 continue
             optional = self.kind == "swiglu"
+            if optional and value is None:
+                continue
+            number = to_float(value)
             check(
-                (optional and value is None)
-                or (isinstance(value, (int, float)) and math.isfinite(value) and value > 0),
+                number is not None and low <= number <= high,
                 f"activation.{name}",
-                got=value,
-                want=f"{'None or ' if optional else ''}a positive finite number",
+                got=repr(value),
+                want=f"{'None or ' if optional else ''}a number from {low:g} to {high:g}",
                 remedy="pass None to leave gate and up unclamped"
                 if optional
                 else f"see jax_megamoe.{self.kind} for the values of published models",
             )
+            object.__setattr__(self, name, number)
 
 
 def swiglu(limit: float | None = None) -> Activation:
@@ -88,7 +100,7 @@ def swiglu(limit: float | None = None) -> Activation:
     Args:
       limit: L of `Activation`; DeepSeek-V4 has 10. None: no clamp.
     """
-    return Activation("swiglu", None if limit is None else float(limit))
+    return Activation("swiglu", limit)
 
 
 def gpt_oss_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
@@ -100,7 +112,7 @@ def gpt_oss_swiglu(alpha: float = 1.702, limit: float = 7.0) -> Activation:
       alpha: a constant of that code.
       limit: L of `Activation`, `swiglu_limit` of the published config.json.
     """
-    return Activation("gpt_oss_swiglu", float(limit), float(alpha))
+    return Activation("gpt_oss_swiglu", limit, alpha)
 
 
 def situ(beta: float = 4.0, linear_beta: float = 25.0) -> Activation:
@@ -116,7 +128,7 @@ def situ(beta: float = 4.0, linear_beta: float = 25.0) -> Activation:
       linear_beta: `activation_situ_linear_beta`. That file allows null, for up without a bound;
         no released model has it, and it is not supported.
     """
-    return Activation("situ", beta=float(beta), linear_beta=float(linear_beta))
+    return Activation("situ", beta=beta, linear_beta=linear_beta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +150,14 @@ class MegaMoEConfig:
         docs/numerics.md for what each costs in accuracy.
       ring_tokens: rows of the ring that holds dispatched tokens between the stages, rounded up to
         blocks. None picks a size from T and K; more rows cost memory, fewer rows cost waiting.
-      timeout_s: seconds after which a wait inside the layer gives up and the call raises. It has to
-        be longer than the largest difference in arrival time between two ranks.
-      checked: if True an expert id outside [-1, E) makes the call raise. If False such a slot is
-        dropped like -1 and counted in `MoEStats.out_of_range`.
+      timeout_s: seconds after which a wait inside the layer gives up and the call raises, from 1e-3
+        to 1e6. It has to be longer than the largest difference in arrival time between two ranks.
+      checked: if True, the default, an expert id outside [-1, E) makes the call fail: on CPU it
+        raises, on GPUs the rank's result is NaN and `MegaMoERuntimeError` follows, without a wait
+        on the host. If False such a slot is dropped like -1, and only `MoEStats.out_of_range`
+        tells.
+
+    Numbers may be NumPy's, too; they are kept as Python's.
     """
 
     num_experts: int
@@ -153,11 +169,12 @@ class MegaMoEConfig:
     activation_granularity: int | str = 32
     ring_tokens: int | None = None
     timeout_s: float = 300.0
-    checked: bool = False
+    checked: bool = True
 
     def __post_init__(self):
         for name in ("num_experts", "top_k", "hidden", "intermediate", "max_tokens_per_rank"):
-            check_positive_int(getattr(self, name), name, "MegaMoEConfig")
+            most = MAX_SIZE if name in ("num_experts", "hidden", "intermediate") else None
+            self._set(name, check_positive_int(getattr(self, name), name, "MegaMoEConfig", most))
         check(
             self.top_k <= min(MAX_TOP_K, self.num_experts),
             "top_k",
@@ -183,13 +200,15 @@ class MegaMoEConfig:
             remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
         )
         granularity = self.activation_granularity
+        granularity = str(granularity) if isinstance(granularity, str) else to_int(granularity)
         check(
-            type(granularity) in (int, str) and granularity in GRANULARITIES,
+            granularity in GRANULARITIES,
             "activation_granularity",
-            got=repr(granularity),
+            got=repr(self.activation_granularity),
             want=f"one of {GRANULARITIES}",
             remedy="32 is exactly MXFP8; 128 and 'row' run on FP8 tensor cores",
         )
+        self._set("activation_granularity", granularity)
         check(
             self.max_tokens_per_rank * self.top_k <= MAX_ROWS,
             "max_tokens_per_rank * top_k",
@@ -197,21 +216,26 @@ class MegaMoEConfig:
             want=f"at most {MAX_ROWS}",
             remedy="split the batch into several calls",
         )
+        if self.ring_tokens is not None:
+            self._set(
+                "ring_tokens",
+                check_positive_int(self.ring_tokens, "ring_tokens", "MegaMoEConfig", MAX_ROWS),
+            )
+        timeout, (low, high) = to_float(self.timeout_s), TIMEOUTS
         check(
-            self.ring_tokens is None
-            or (isinstance(self.ring_tokens, int) and self.ring_tokens > 0),
-            "ring_tokens",
-            got=repr(self.ring_tokens),
-            want="None or a positive int",
-            remedy="leave it None unless memory is short",
-        )
-        check(
-            isinstance(self.timeout_s, (int, float)) and 0 < self.timeout_s < 1e6,
+            timeout is not None and low <= timeout <= high,
             "timeout_s",
             got=repr(self.timeout_s),
-            want="seconds in (0, 1e6)",
-            remedy="a wait without an end is not offered",
+            want=f"seconds from {low:g} to {high:g}",
+            remedy="a wait without an end is not offered, and a shorter one fails calls in which "
+            "nothing is wrong",
         )
+        self._set("timeout_s", timeout)
+        self._set("checked", check_bool(self.checked, "checked"))
+
+    def _set(self, name: str, value: object) -> None:
+        """A field in Python's own type: what compares equal is then the same to every cache."""
+        object.__setattr__(self, name, value)
 
     @property
     def x_group(self) -> int | str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from typing import Any, NoReturn
 
 import jax
@@ -144,12 +146,67 @@ def _cast(dtype: Any, want: str) -> str:
     return "look whether the operands are in the right order, and where this one comes from"
 
 
-def check_positive_int(value: object, operand: str, owner: str) -> None:
-    """Raises `MegaMoEError` unless `value` is a positive int; `owner` is what it was passed to."""
+def check_positive_int(value: object, operand: str, owner: str, most: int | None = None) -> int:
+    """A static positive whole number as a Python int; `owner` is what it was passed to.
+
+    Anything that Python takes for an index is one: ints, NumPy's integers. A bool is not.
+
+    Raises:
+      MegaMoEError: something else, or a number below 1 or above `most`.
+    """
+    number = to_int(value)
     check(
-        isinstance(value, int) and not isinstance(value, bool) and value > 0,
+        number is not None and number > 0,
         operand,
         got=repr(value),
         want="a positive int",
-        remedy=f"{owner} takes static Python ints; use int(...) on numpy scalars",
+        remedy=f"{owner} takes whole numbers that are known before anything runs",
     )
+    assert number is not None
+    check(
+        most is None or number <= most,
+        operand,
+        got=number,
+        want=f"at most {most}",
+        remedy="no kernel counts further",
+    )
+    return number
+
+
+def to_int(value: object) -> int | None:
+    """A static whole number as a Python int; None for a bool or what is no whole number."""
+    if not _is_bool(value):
+        with contextlib.suppress(TypeError):  # a tracer's error is one, too
+            return operator.index(value)  # type: ignore[arg-type]
+    return None
+
+
+def to_float(value: object) -> float | None:
+    """A static real number as a Python float; None for a bool, text, arrays, or what overflows."""
+    if _is_bool(value) or isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0:
+        return None
+    if getattr(value, "dtype", None) == np.bool_:
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def check_bool(value: object, operand: str) -> bool:
+    """True or False as a Python bool, NumPy's included. 0 and 1 are refused: they equal bools.
+
+    What is equal shares an entry of every cache, so an int in a bool's place would stay for good.
+    """
+    check(
+        _is_bool(value),
+        operand,
+        got=repr(value),
+        want="True or False",
+        remedy="convert it with bool(...)",
+    )
+    return bool(value)
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, (bool, np.bool_))

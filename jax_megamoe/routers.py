@@ -17,7 +17,6 @@ first, and w are the routing weights of the experts idx.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe.errors import as_array, check, check_array, check_positive_int, describe
+from jax_megamoe.errors import (
+    as_array,
+    check,
+    check_array,
+    check_bool,
+    check_positive_int,
+    to_float,
+)
 
 #: What `Router.scores` may be.
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax", "logits")
@@ -35,6 +41,9 @@ BIAS_ROLES = ("selection", "logits", None)
 NORM_EPS = 1e-20
 #: Below this logit sqrt(softplus(z)) is exp(z / 2): the relative difference is under exp(z) / 4.
 _SOFTPLUS_TAIL = -20.0
+
+#: Bounds of `Router.routed_scaling_factor`, which is an FP32 number: weights times it are, too.
+SCALING_FACTORS = (1e-30, 1e30)
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _INTS = ("int32", "int64")
@@ -73,7 +82,10 @@ class Router:
             if isinstance(value, np.generic):
                 object.__setattr__(self, name, value.item())
         for name in ("top_k", "n_group", "topk_group"):
-            check_positive_int(getattr(self, name), name, "a router")
+            number = check_positive_int(getattr(self, name), name, "a router")
+            object.__setattr__(self, name, number)
+        norm = check_bool(self.norm_topk_prob, "norm_topk_prob")
+        object.__setattr__(self, "norm_topk_prob", norm)
         check(
             self.scores in SCORES,
             "scores",
@@ -110,21 +122,15 @@ class Router:
             remedy="a softmax over the chosen experts is normalised; use scores='softmax' for one "
             "over all of them",
         )
+        factor, (low, high) = to_float(self.routed_scaling_factor), SCALING_FACTORS
         check(
-            isinstance(self.norm_topk_prob, bool),
-            "norm_topk_prob",
-            got=describe(self.norm_topk_prob),
-            want="True or False",
-            remedy="it says whether the chosen scores are divided by their sum",
-        )
-        check(
-            isinstance(self.routed_scaling_factor, (int, float))
-            and math.isfinite(self.routed_scaling_factor),
+            factor is not None and (factor == 0 or low <= abs(factor) <= high),
             "routed_scaling_factor",
             got=repr(self.routed_scaling_factor),
-            want="a finite Python number",
+            want=f"0 or a number whose magnitude is from {low:g} to {high:g}",
             remedy="pass 1.0 for a router without it",
         )
+        object.__setattr__(self, "routed_scaling_factor", factor)
 
     def __call__(
         self,

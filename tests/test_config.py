@@ -50,29 +50,81 @@ def refused_config(changes: dict, operand: str, got: str, want: str, remedy: str
 def test_defaults():
     config = MegaMoEConfig(**GOOD)
     assert config.activation == Activation("swiglu", None)
-    assert config.ring_tokens is None and config.timeout_s == 300.0 and config.checked is False
+    assert config.ring_tokens is None and config.timeout_s == 300.0 and config.checked is True
 
 
 def test_is_a_static_value():
     config = MegaMoEConfig(**GOOD, activation=swiglu(10))
     same = MegaMoEConfig(**GOOD, activation=swiglu(10.0))
     assert config == same and hash(config) == hash(same)
-    assert config != dataclasses.replace(config, checked=True)
+    assert config != dataclasses.replace(config, checked=False)
     assert pickle.loads(pickle.dumps(config)) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hidden = 128
 
 
+NOT_INTS = [0, -1, 128.0, True, np.True_, None, "128", np.float32(128), np.ones(2, int), 1j]
+
+
 @pytest.mark.parametrize("name", list(GOOD))
-@pytest.mark.parametrize("value", [0, -1, 128.0, True, None, "128", np.int64(128)], ids=repr)
+@pytest.mark.parametrize("value", NOT_INTS, ids=repr)
 def test_sizes_are_positive_ints(name, value):
     refused_config(
         {name: value},
         name,
         repr(value),
         "a positive int",
-        "MegaMoEConfig takes static Python ints; use int(...) on numpy scalars",
+        "MegaMoEConfig takes whole numbers that are known before anything runs",
     )
+
+
+@pytest.mark.parametrize("name", ["num_experts", "hidden", "intermediate"])
+def test_sizes_are_blamed_on_their_own_field(name):
+    for value in (2**20 + 32, 2**31, 2**64):
+        refused_config(
+            {name: value}, name, str(value), "at most 1048576", "no kernel counts further"
+        )
+    assert getattr(MegaMoEConfig(**{**GOOD, name: 2**20}), name) == 2**20
+
+
+def test_numbers_of_numpy_are_kept_as_those_of_python():
+    """Configs are keys of caches: what compares equal has to be the same in every respect."""
+    numbers = {name: np.int64(value) for name, value in GOOD.items()}
+    config = MegaMoEConfig(
+        **numbers,
+        activation=gpt_oss_swiglu(np.float32(1.5), np.int32(7)),
+        activation_granularity=np.uint8(128),
+        ring_tokens=np.int16(64),
+        timeout_s=np.float32(2),
+        checked=np.False_,
+    )
+    same = MegaMoEConfig(
+        **GOOD,
+        activation=gpt_oss_swiglu(1.5, 7.0),
+        activation_granularity=128,
+        ring_tokens=64,
+        timeout_s=2.0,
+        checked=False,
+    )
+    assert config == same and hash(config) == hash(same) and repr(config) == repr(same)
+    for field in dataclasses.fields(config):
+        assert type(getattr(config, field.name)) is type(getattr(same, field.name)), field.name
+    for name in ("limit", "alpha"):
+        assert type(getattr(config.activation, name)) is float
+    row = MegaMoEConfig(**GOOD, activation_granularity=np.str_("row")).activation_granularity
+    assert row == "row" and type(row) is str
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1, 1.0, "True", None, np.int32(1), np.ones(1, bool)], ids=repr
+)
+def test_checked_is_a_bool(value):
+    if isinstance(value, np.ndarray):
+        with pytest.raises(MegaMoEError, match="checked: got array"):
+            MegaMoEConfig(**GOOD, checked=value)
+        return
+    want, remedy = "True or False", "convert it with bool(...)"
+    refused_config({"checked": value}, "checked", repr(value), want, remedy)
 
 
 @pytest.mark.parametrize("num_experts, top_k", [(64, MAX_TOP_K + 1), (4, 5)])
@@ -151,10 +203,17 @@ def test_activation_kind():
 @pytest.mark.parametrize(
     ("build", "name", "got"),
     [
-        (lambda: gpt_oss_swiglu(alpha=0), "alpha", "0.0"),
+        (lambda: gpt_oss_swiglu(alpha=0), "alpha", "0"),
         (lambda: gpt_oss_swiglu(limit=math.inf), "limit", "inf"),
+        (lambda: gpt_oss_swiglu(limit=None), "limit", "None"),
         (lambda: Activation("gpt_oss_swiglu", None, 1.702), "limit", "None"),
-        (lambda: situ(beta=-4), "beta", "-4.0"),
+        (lambda: gpt_oss_swiglu(alpha=3e38), "alpha", "3e+38"),
+        (lambda: gpt_oss_swiglu(alpha=1e-46), "alpha", "1e-46"),
+        (lambda: situ(beta=-4), "beta", "-4"),
+        (lambda: situ(4, None), "linear_beta", "None"),
+        (lambda: situ(4, True), "linear_beta", "True"),
+        (lambda: situ(beta="4"), "beta", "'4'"),
+        (lambda: situ(beta=10**400), "beta", repr(10**400)),
         (lambda: situ(linear_beta=math.nan), "linear_beta", "nan"),
         (lambda: Activation("situ", beta=4.0), "linear_beta", "None"),
     ],
@@ -162,7 +221,7 @@ def test_activation_kind():
 def test_activation_parameters(build, name, got):
     kind = "situ" if "beta" in name else "gpt_oss_swiglu"
     remedy = f"see jax_megamoe.{kind} for the values of published models"
-    refused(build, f"activation.{name}", got, "a positive finite number", remedy)
+    refused(build, f"activation.{name}", got, "a number from 1e-30 to 1e+30", remedy)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +236,16 @@ def test_parameters_of_another_activation(build, name, got, kind, parameters):
     refused(build, f"activation.{name}", got, want, f"use jax_megamoe.{kind}")
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, -math.inf, math.nan])
+LIMITS = [0.0, -1.0, math.inf, -math.inf, math.nan, 1e39, 1e-40, "x", True, 1j, np.ones(1)]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=repr)
 def test_activation_limit(limit):
     refused(
         lambda: swiglu(limit),
         "activation.limit",
-        str(limit),
-        "None or a positive finite number",
+        repr(limit),
+        "None or a number from 1e-30 to 1e+30",
         "pass None to leave gate and up unclamped",
     )
 
@@ -211,26 +273,37 @@ def test_row_limit():
     assert MegaMoEConfig(**{**GOOD, "max_tokens_per_rank": MAX_ROWS, "top_k": 1})
 
 
-@pytest.mark.parametrize("value", [0, -128, 1.5, "128"], ids=repr)
+@pytest.mark.parametrize("value", [0, -128, 1.5, "128", True], ids=repr)
 def test_ring_tokens(value):
     refused_config(
         {"ring_tokens": value},
         "ring_tokens",
         repr(value),
-        "None or a positive int",
-        "leave it None unless memory is short",
+        "a positive int",
+        "MegaMoEConfig takes whole numbers that are known before anything runs",
+    )
+    refused_config(
+        {"ring_tokens": 2**64},
+        "ring_tokens",
+        str(2**64),
+        f"at most {MAX_ROWS}",
+        "no kernel counts further",
     )
     assert MegaMoEConfig(**GOOD, ring_tokens=1).ring_tokens == 1
 
 
-@pytest.mark.parametrize("value", [0, -1.0, 1e6, math.inf, math.nan, None, "5"], ids=repr)
+TIMEOUTS = [0, -1.0, 1e-10, 1.1e6, math.inf, math.nan, None, "5", True, 10**400]
+
+
+@pytest.mark.parametrize("value", TIMEOUTS, ids=repr)
 def test_timeout(value):
     refused_config(
         {"timeout_s": value},
         "timeout_s",
         repr(value),
-        "seconds in (0, 1e6)",
-        "a wait without an end is not offered",
+        "seconds from 0.001 to 1e+06",
+        "a wait without an end is not offered, and a shorter one fails calls in which nothing is "
+        "wrong",
     )
     assert MegaMoEConfig(**GOOD, timeout_s=1).timeout_s == 1
 
