@@ -536,6 +536,12 @@ def _differentiable_call(site: Site):
 
     def backward(operands, cotangents):
         x, topk_idx, topk_weights, num_tokens, weights = operands
+        if topk_idx.shape[0] == 0:  # on every rank; nothing depends on anything
+            dx = None if isinstance(x, tuple) else jnp.zeros_like(x)
+            b13, b2 = jax.tree.map(jnp.zeros_like, (weights.b13, weights.b2))
+            d_weights = _bias_gradient(weights, b13, b2)
+            zeros = (dx, None, jnp.zeros_like(topk_weights), None, d_weights)
+            return _vary(zeros, _varying_axes(operands))
 
         def unfused_layer(x, topk_weights, b13, b2):
             return unfused.local(
@@ -556,9 +562,14 @@ def _differentiable_call(site: Site):
         else:
             _, vjp = jax.vjp(unfused_layer, x, *floats)
             dx, d_topk_weights, b13, b2 = vjp(cotangents[0])
-        # FP4 codes have no gradient either: None stands for their zeros.
-        d_weights = ExpertWeights(None, None, None, None, weights.layout, b13, b2)  # type: ignore[arg-type]
-        return dx, None, d_topk_weights, None, None if b13 is None else d_weights
+        return dx, None, d_topk_weights, None, _bias_gradient(weights, b13, b2)
 
     call.defvjp(forward, backward)
     return call
+
+
+def _bias_gradient(weights: ExpertWeights, b13, b2) -> ExpertWeights | None:
+    """The cotangent of weights; FP4 codes have no gradient: None stands for their zeros."""
+    if b13 is None:
+        return None
+    return ExpertWeights(None, None, None, None, weights.layout, b13, b2)  # type: ignore[arg-type]

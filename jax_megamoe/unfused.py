@@ -266,6 +266,15 @@ def _wide(array):
     return array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array
 
 
+def _count_at_most(ends, positions):
+    """[n] int32: how many of `ends` are at most each position; ends ascend.
+
+    That is jnp.searchsorted(..., side="right"), which fails on an assertion where a shard_map is
+    manual over some axes of a mesh only.
+    """
+    return jnp.sum(ends[None, :] <= positions[:, None], axis=1, dtype=jnp.int32)
+
+
 def _take(rows, index, is_row):
     """``rows[index]`` where `is_row`, zero elsewhere; a select, since 0 * NaN would be NaN."""
     mask = is_row.reshape(-1, *[1] * (rows.ndim - 1))
@@ -361,7 +370,7 @@ def dispatch(
         # What arrived lies by (source, local expert): the counts say what each entry is.
         end = jnp.cumsum(counts[:, rank].reshape(-1))
         entry = jnp.arange(num_ranks * slots, dtype=jnp.int32)
-        run = jnp.searchsorted(end, entry, side="right", method="compare_all").astype(jnp.int32)
+        run = _count_at_most(end, entry)
         local = jnp.where(run < end.shape[0], run % local_experts, local_experts)
         arrival = jnp.zeros(slots, jnp.int32).at[order].set(jnp.arange(slots, dtype=jnp.int32))
         arrival = jnp.where(expert < config.num_experts, arrival, slots)
@@ -447,7 +456,7 @@ def _blocked(rows, matrices, group_sizes, block_rows):
     num_blocks = rows.shape[0] // block_rows
     end = jnp.cumsum(group_sizes)
     first_row = jnp.arange(num_blocks, dtype=jnp.int32) * block_rows
-    expert = jnp.searchsorted(end, first_row, side="right", method="compare_all")
+    expert = _count_at_most(end, first_row)
 
     # Rematerialised: reverse mode would otherwise keep one expert's matrix for every block.
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -468,7 +477,7 @@ def _blocked(rows, matrices, group_sizes, block_rows):
     blocks = rows.reshape(num_blocks, block_rows, rows.shape[1])
     # Typed here, since lax.cond's branches are traced before the operands' types are reconciled.
     blocks = _varying_like(blocks, matrices, expert)
-    out = lax.map(block, (blocks, expert.astype(jnp.int32)))
+    out = lax.map(block, (blocks, expert))
     return out.reshape(rows.shape[0], matrices.shape[1])
 
 
@@ -476,7 +485,7 @@ def _row_biases(bias: jax.Array, pool: Pool) -> jax.Array:
     """[E/R, N] biases -> [P, N], each row its expert's; zeros in rows of no expert."""
     row = jnp.arange(pool.is_row.shape[0], dtype=jnp.int32)
     end = jnp.cumsum(pool.group_sizes)
-    expert = jnp.searchsorted(end, row, side="right", method="compare_all")
+    expert = _count_at_most(end, row)
     return _take(bias, jnp.minimum(expert, bias.shape[0] - 1), pool.is_row)
 
 
@@ -658,7 +667,8 @@ def local(
         rows = reference.stage_input(x, config.x_group)
     tokens = topk_idx.shape[0]
     if tokens == 0:  # T is the same on every rank, so no rank waits for another
-        return jnp.zeros((*leading, config.hidden), jnp.bfloat16)
+        operands = jax.tree.leaves((x, topk_weights, wide))
+        return _varying_like(jnp.zeros((*leading, config.hidden), jnp.bfloat16), *operands)
     if differentiable:
         rows = _round_to_e4m3(x, config.x_group) if straight_through else _values(rows)
 

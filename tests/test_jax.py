@@ -307,6 +307,64 @@ def test_gradient_under_local_does_not_depend_on_check_vma(layer, case, weights)
         assert np.linalg.norm(np.asarray(a, np.float32)) > 0
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_gradient_of_no_tokens(check_vma, quantised):
+    """Zeros of the operands' shapes, biases included: nothing depends on anything."""
+    case = Case(np.random.default_rng(9), CONFIG, 4, 0)
+    case.add_biases(np.random.default_rng(9))
+    x = (jnp.zeros((0, 128), jnp.uint8), jnp.zeros((0, 4), jnp.uint8)) if quantised else case.x
+    with jmm.MegaMoE(CONFIG, mesh_of(4)) as layer:
+        weights = layer.shard(case.weights)
+        local = jax.shard_map(
+            lambda *a: layer.local(*a),
+            mesh=layer.mesh,
+            in_specs=(P("ep"),) * 4,
+            out_specs=P("ep"),
+            check_vma=check_vma,
+        )
+
+        def loss(call, x, p, biases):
+            placed = dataclasses.replace(weights, b13=biases[0], b2=biases[1])
+            return call(x, case.topk_idx, p, placed).astype(jnp.float32).sum() + p.sum()
+
+        for call in (layer, local):
+            operands = (x, case.topk_weights, (weights.b13, weights.b2))
+            wanted = (1, 2) if quantised else (0, 1, 2)
+            grads = jax.grad(functools.partial(loss, call), wanted)
+            for step in (grads, jax.jit(grads)) if call is layer else (jax.jit(grads),):
+                got = step(*operands)
+                expected = jax.tree.map(jnp.zeros_like, tuple(operands[i] for i in wanted))
+                jax.tree.map(np.testing.assert_array_equal, got, expected)
+                assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+
+
+def test_gradient_where_only_the_expert_axis_is_manual(case):
+    """The other axis stays with the compiler; the gradient is that of the all-manual form."""
+    mesh = jax.make_mesh((2, 4), ("data", "ep"), (jax.sharding.AxisType.Auto,) * 2)
+    half = [a[: 4 * ROWS] for a in case.operands]
+    with jmm.MegaMoE(CONFIG, mesh) as layer:
+        weights = layer.shard(case.weights)
+
+        def grads(axes):
+            step = jax.shard_map(
+                lambda *operands: layer.local(*operands),
+                mesh=mesh,
+                in_specs=(P("ep"),) * 4,
+                out_specs=P("ep"),
+                axis_names=axes,
+            )
+
+            def loss(x, p):
+                return jnp.sum(step(x, half[1], p, weights).astype(jnp.float32) ** 2)
+
+            return jax.jit(jax.grad(loss, (0, 1)))(half[0], half[2])
+
+        for a, b in zip(grads({"ep"}), grads({"data", "ep"}), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            assert np.linalg.norm(np.asarray(a, np.float32)) > 0
+
+
 def test_gradient_survives_remat_and_scan(layer, case, weights):
     def loss(x, p, wrap):
         def one(carry, _):

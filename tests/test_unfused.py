@@ -457,3 +457,19 @@ def test_wide_weights_give_the_same_bits_and_are_checked():
     np.testing.assert_array_equal(got, want)
     with pytest.raises(MegaMoEError, match=r"weights\.w2: got .*widen_weights"):
         step(*inputs(), wide._replace(w2=wide.w13))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_no_tokens(check_vma):
+    weights_, _ = expert_weights()
+    mesh = jax.make_mesh((4,), ("ep",), (AxisType.Auto,))
+    x, idx, topk = jnp.zeros((0, HIDDEN), jnp.bfloat16), *(jnp.zeros((0, TOP_K), t) for t in "if")
+
+    def loss(x, topk):
+        y = unfused.mega_moe(
+            x, idx, topk, weights_, CONFIG, mesh, "ep", differentiable=True, check_vma=check_vma
+        )
+        return y.astype(jnp.float32).sum() + topk.sum()
+
+    dx, dp = jax.jit(jax.grad(loss, (0, 1)))(x, topk)
+    assert (dx.shape, dx.dtype, dp.shape) == (x.shape, x.dtype, topk.shape)
