@@ -160,7 +160,7 @@ def check_positive_int(value: object, operand: str, owner: str, most: int | None
         operand,
         got=repr(value),
         want="a positive int",
-        remedy=f"{owner} takes whole numbers that are known before anything runs",
+        remedy=f"{owner} takes static whole numbers; use int(...) on others",
     )
     assert number is not None
     check(
@@ -193,7 +193,7 @@ def to_float(value: object) -> float | None:
         return None
 
 
-def check_bool(value: object, operand: str) -> bool:
+def check_bool(value: object, operand: str, remedy: str = "convert it with bool(...)") -> bool:
     """True or False as a Python bool, NumPy's included. 0 and 1 are refused: they equal bools.
 
     What is equal shares an entry of every cache, so an int in a bool's place would stay for good.
@@ -201,9 +201,9 @@ def check_bool(value: object, operand: str) -> bool:
     check(
         _is_bool(value),
         operand,
-        got=repr(value),
+        got=describe(value),
         want="True or False",
-        remedy="convert it with bool(...)",
+        remedy=remedy,
     )
     return bool(value)
 

@@ -78,13 +78,11 @@ class Router:
     routed_scaling_factor: float = 1.0
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():  # numpy's numbers as Python's
-            if isinstance(value, np.generic):
-                object.__setattr__(self, name, value.item())
         for name in ("top_k", "n_group", "topk_group"):
             number = check_positive_int(getattr(self, name), name, "a router")
             object.__setattr__(self, name, number)
-        norm = check_bool(self.norm_topk_prob, "norm_topk_prob")
+        remedy = "it says whether the chosen scores are divided by their sum"
+        norm = check_bool(self.norm_topk_prob, "norm_topk_prob", remedy)
         object.__setattr__(self, "norm_topk_prob", norm)
         check(
             self.scores in SCORES,
@@ -127,7 +125,7 @@ class Router:
             factor is not None and (factor == 0 or low <= abs(factor) <= high),
             "routed_scaling_factor",
             got=repr(self.routed_scaling_factor),
-            want=f"0 or a number whose magnitude is from {low:g} to {high:g}",
+            want=f"0 or a finite number, in magnitude from {low:g} to {high:g}",
             remedy="pass 1.0 for a router without it",
         )
         object.__setattr__(self, "routed_scaling_factor", factor)
