@@ -13,7 +13,7 @@ struct Lanes {
   static constexpr uint32_t kLanes = 8;
   // 6 rows times two vectors are 12 sums; two columns and a broadcast make 15 of 16 registers.
   static constexpr uint32_t kTilePanels = 1;
-  static constexpr uint32_t kFusedSums = 6;
+  static constexpr uint32_t kFusedVecs = 8;
 
   static Vec zero() { return _mm256_setzero_ps(); }
   static Vec load(const float* p) { return _mm256_loadu_ps(p); }

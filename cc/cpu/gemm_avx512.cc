@@ -13,7 +13,7 @@ struct Lanes {
   static constexpr uint32_t kLanes = 16;
   // 12 rows times two panels are 24 sums; with two columns and broadcasts, 32 registers suffice.
   static constexpr uint32_t kTilePanels = 2;
-  static constexpr uint32_t kFusedSums = 12;
+  static constexpr uint32_t kFusedVecs = 14;
 
   static Vec zero() { return _mm512_setzero_ps(); }
   static Vec load(const float* p) { return _mm512_loadu_ps(p); }

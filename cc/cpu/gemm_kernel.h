@@ -9,7 +9,7 @@
 // `Lanes` has
 //   Vec                      kLanes floats in one register
 //   kTilePanels              panels that a tile of that height takes side by side
-//   kFusedSums               sums that fit into registers beside the widening of a column
+//   kFusedVecs               sums and scales that registers hold beside the widening of a column
 //   zero(), load(p), store(p, v), broadcast(p), add(a, b), multiply(a, b)
 //   multiply_add(a, b, c)    a * b + c, in one rounding where the set has such an instruction
 //   widen(bytes, low, high)  16 bytes, two E2M1 codes each -> twice their values as
@@ -142,7 +142,7 @@ JMM_INLINE void multiply_tile(const Tile& tile) {
   const float* rows = tile.rows;
   const float* weights = tile.weights;
   for (uint32_t k = 0; k < tile.length; k += kRowSegment) {
-#pragma GCC unroll 2
+#pragma GCC unroll 1
     for (uint32_t j = 0; j < kRowSegment; ++j) {
       Vec column[kPanels * kVecs];
       unrolled<kPanels * kVecs>(JMM_EACH(v) {
@@ -195,16 +195,15 @@ using TileFn = void (*)(const Tile&);
   JMM_KERNEL void tile_##rows(const Tile& tile) { multiply_tile<rows, Lanes::kTilePanels>(tile); } \
   JMM_KERNEL void narrow_tile_##rows(const Tile& tile) { multiply_tile<rows, 1>(tile); }
 
+// Whether sums and scales of a fused tile fit into registers.
+constexpr bool fits_fused(uint32_t rows, uint32_t panels) {
+  return panels * kVecs * (rows + 1) <= Lanes::kFusedVecs;
+}
 // How many panels a fused tile takes: one sum alone would wait for itself.
 constexpr uint32_t fused_panels(uint32_t rows) {
-  for (uint32_t panels = 4; panels > 1; panels /= 2) {
-    if (panels * kVecs * rows <= Lanes::kFusedSums) return panels;
-  }
-  return 1;
+  return fits_fused(rows, 4) ? 4 : fits_fused(rows, 2) ? 2 : 1;
 }
-constexpr bool is_fused(uint32_t rows) {
-  return rows <= JMM_TILE_ROWS && rows * kVecs <= Lanes::kFusedSums;
-}
+constexpr bool is_fused(uint32_t rows) { return rows <= JMM_TILE_ROWS && fits_fused(rows, 1); }
 template <uint32_t kRows, uint32_t kPanels>
 JMM_INLINE void fused_if_small(const Tile& tile) {
   if constexpr (is_fused(kRows)) multiply_tile_fused<kRows, kPanels>(tile);
@@ -215,11 +214,13 @@ JMM_INLINE void fused_if_small(const Tile& tile) {
   }                                                 \
   JMM_KERNEL void narrow_fused_##rows(const Tile& tile) { fused_if_small<rows, 1>(tile); }
 
-#define JMM_HEIGHTS_6(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define JMM_HEIGHTS_5(X) X(1) X(2) X(3) X(4) X(5)
 #if JMM_TILE_ROWS == 12
-#define JMM_HEIGHTS(X) JMM_HEIGHTS_6(X) X(7) X(8) X(9) X(10) X(11) X(12)
+#define JMM_HEIGHTS(X) JMM_HEIGHTS_5(X) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #elif JMM_TILE_ROWS == 6
-#define JMM_HEIGHTS(X) JMM_HEIGHTS_6(X)
+#define JMM_HEIGHTS(X) JMM_HEIGHTS_5(X) X(6)
+#elif JMM_TILE_ROWS == 5
+#define JMM_HEIGHTS(X) JMM_HEIGHTS_5(X)
 #else
 #define JMM_HEIGHTS(X) X(1) X(2)
 #endif
@@ -235,6 +236,7 @@ constexpr TileFn kNarrowTiles[] = {JMM_HEIGHTS(JMM_NARROW_NAME)};
 constexpr TileFn kFused[] = {JMM_HEIGHTS(JMM_FUSED_NAME)};
 constexpr TileFn kNarrowFused[] = {JMM_HEIGHTS(JMM_NARROW_FUSED_NAME)};
 constexpr uint32_t kTileRows = sizeof(kTiles) / sizeof(kTiles[0]);
+static_assert(kTileRows == JMM_TILE_ROWS);
 
 JMM_KERNEL void widen_columns(const Tile& tile, uint32_t num_panels, float* weights) {
   for (uint32_t p = 0; p < num_panels; ++p) {

@@ -11,7 +11,7 @@ struct Lanes {
   static constexpr uint32_t kLanes = 4;
   // 2 rows times four vectors are 8 sums, of the 16 registers of x86-64.
   static constexpr uint32_t kTilePanels = 1;
-  static constexpr uint32_t kFusedSums = 0;
+  static constexpr uint32_t kFusedVecs = 0;
 
   static Vec zero() { return Vec{}; }
   static Vec load(const float* p) {
