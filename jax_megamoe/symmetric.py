@@ -147,6 +147,18 @@ def _workers_per_rank(num_devices: int) -> int:
     return int(setting) if setting else max(1, cores // num_devices)
 
 
+def _check_cpu_isa() -> None:
+    setting = os.environ.get("JAX_MEGAMOE_CPU_ISA", "")
+    supported = native.cpu_isas()
+    check(
+        setting in ("", *supported),
+        "environment variable JAX_MEGAMOE_CPU_ISA",
+        got=repr(setting),
+        want=f"one of {supported}, which this processor has, or nothing",
+        remedy="unset it to use the last of them",
+    )
+
+
 class SymmetricBuffer:
     """The buffers of all ranks of a mesh for one configuration. Get it with `acquire`.
 
@@ -177,6 +189,7 @@ class SymmetricBuffer:
         self._users = 0
         self._shape = shape
         if backend == "cpu":
+            _check_cpu_isa()
             self.workers_per_rank = _workers_per_rank(self.num_ranks * self.num_groups)
             create = functools.partial(
                 native.create_buffer, key, shape, groups, self.workers_per_rank

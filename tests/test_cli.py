@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from jax_megamoe import _headers, symmetric
 from jax_megamoe._ffi import native
 from jax_megamoe._nvrtc import nvrtc_path
-from jax_megamoe.cli import bench, build_parser, compile, demo, info, main
+from jax_megamoe.cli import bench, build_parser, compile, demo, info, main, shared
 from jax_megamoe.config import ACTIVATIONS, MegaMoEConfig, swiglu
 
 COMMANDS = ("demo", "info", "bench", "timeline", "compile")
@@ -21,9 +23,12 @@ SMALL = ("--devices", "2", "--hidden", "256", "--intermediate", "128", "--expert
 SMALL += ("--top-k", "2")
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+def start(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jax_megamoe", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    env = {**os.environ, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -345,7 +350,15 @@ def test_demo():
     rows = table(result.stdout)
     checks = [cells for name, cells in rows.items() if name.startswith("check: ")]
     assert checks == [["PASS"]] * 3
-    assert rows["back end"] == ["cpu"]
+    assert rows["back end"] == [f"cpu, instruction set {native.cpu_isa()}"]
+    rates = [rows[name][0].split()[-2] for name in ("fused", "unfused (plain JAX)")]
+    assert f"fused layer does {rates[0]} tokens/s" in result.stdout
+    assert min(map(int, rates)) > 0
+    # w13 [8, 256, 256] and w2 [8, 256, 128]: two codes a byte and a scale for 32, or BF16.
+    elements = 8 * 256 * (256 + 128)
+    fp4, bf16 = elements / 2 + elements / 32, elements * 2
+    assert rows["expert weights"][0].split(" for")[0] == f"{fp4 / 2**20:.2f} MiB in FP4"
+    assert f"{bf16 / 2**20:.2f} MiB in BF16" in rows["expert weights"][0]
     assert rows["devices"][0].startswith("2 virtual CPU devices")
     config = MegaMoEConfig(8, 2, 256, 128, 16)
     kibibytes = symmetric.buffer_bytes(config, 2) / 2**10
@@ -363,6 +376,28 @@ def test_demo_of_one_token_on_one_rank():
     shape = ("--devices", "1", "--tokens", "1", "--experts", "1", "--top-k", "1")
     result = start("demo", *shape, "--hidden", "128", "--intermediate", "128", "--steps", "1")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_long_step_is_repeated(capsys):
+    with shared.Progress(silence_s=0.01) as progress:
+        progress("a step")
+        deadline = time.monotonic() + 60
+        while "still at it: a step" not in (text := capsys.readouterr().err):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.01)
+    assert not progress._thread.is_alive()
+
+
+def test_every_instruction_set_gives_the_same_result():
+    seen = set()
+    for isa in native.cpu_isas():
+        environment = {"JAX_MEGAMOE_CPU_ISA": isa}
+        result = start("demo", *SMALL, "--tokens", "4", "--steps", "1", environment=environment)
+        assert result.returncode == 0, result.stdout + result.stderr
+        rows = table(result.stdout)
+        assert rows["back end"] == [f"cpu, instruction set {isa}"]
+        seen.add((*rows["error of fused"], *rows["fused vs unfused"]))
+    assert len(seen) == 1
 
 
 def test_demo_fails_when_a_check_fails(monkeypatch, capsys):
@@ -429,6 +464,12 @@ def test_bench_takes_a_model_and_a_granularity(monkeypatch, capsys):
     assert configs == [(128, 6, 512, 2048), (16, 6, 1024, 512)]
     assert [a[1] for a in seen] == [4, 8] and seen[0][0].activation_granularity == "row"
     assert [a[3] for a in seen] == [3, 3]
+
+
+def test_numbers_of_a_plot_are_written_away_from_the_other_curve():
+    curves = {"fused": [4.0, 40.0, 64.0], "unfused": [8.0, 32.0, 64.0]}
+    assert bench.labels_above(curves) == [[False, True, False], [True, False, True]]
+    assert bench.labels_above({"fused": [4.0, 40.0]}) == [[True, True]]
 
 
 def test_plot_is_a_png(tmp_path, monkeypatch):

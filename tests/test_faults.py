@@ -207,6 +207,12 @@ def test_workers_setting_is_checked(monkeypatch):
         jmm.MegaMoE(dataclasses.replace(CONFIG, max_tokens_per_rank=99), mesh_of(2))
 
 
+def test_instruction_set_setting_is_checked(monkeypatch):
+    monkeypatch.setenv("JAX_MEGAMOE_CPU_ISA", "mmx")
+    with pytest.raises(jmm.MegaMoEError, match="JAX_MEGAMOE_CPU_ISA: got 'mmx'; expected one of"):
+        jmm.MegaMoE(dataclasses.replace(CONFIG, max_tokens_per_rank=98), mesh_of(2))
+
+
 def test_several_workers_per_rank_give_the_same_bits(setup, monkeypatch):
     _, _, operands, want = setup
     monkeypatch.setenv("JAX_MEGAMOE_CPU_WORKERS", "3")

@@ -7,7 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def _shape(args: Any, default: dict[str, int]) -> dict[str, int]:
 
 
 def _run_cpu(args: Any) -> int:
+    from jax_megamoe._ffi import native
     from jax_megamoe.config import MegaMoEConfig, swiglu
 
     args.devices = 8 if args.devices is None else args.devices
@@ -148,7 +149,8 @@ def _run_cpu(args: Any) -> int:
 
     print(
         f"{hardware['cpu']}, {hardware['cores']} cores, jax {hardware['jax']}; "
-        f"back end {backend}, {args.devices} virtual CPU devices\n"
+        f"back end {backend}, instruction set {native.cpu_isa()}, {args.devices} virtual CPU "
+        f"devices\n"
         f"{_shape_text(config)}; medians of {args.repeats}\n"
     )
     header = (
@@ -168,7 +170,8 @@ def _run_cpu(args: Any) -> int:
     ]
     print(shared.format_table(cells, header, left=0))
     if args.json is not None:
-        shared.write_json(args.json, _content(args, hardware, backend, config, results))
+        content = _content(args, hardware, backend, config, results)
+        shared.write_json(args.json, content | {"cpu_isa": native.cpu_isa()})
     if args.plot is not None:
         curves = {name: [row[f"{name}_ms"] for row in results] for name in ("fused", "unfused")}
         tokens = [row["tokens_per_rank"] for row in results]
@@ -291,9 +294,17 @@ def measure_gpu(
       unfused one), call_ratio (unfused over that), and relative_difference where both layers were
       compared.
     """
+    with shared.Progress() as progress:
+        return _measure_gpu(
+            configs, num_devices, tokens_per_rank, repeats, seed, with_unfused, make_ranks, progress
+        )
+
+
+def _measure_gpu(
+    configs, num_devices, tokens_per_rank, repeats, seed, with_unfused, make_ranks, progress
+):
     from jax_megamoe import gpu_measure
 
-    progress = shared.Progress()
     results: list[dict[str, Any]] = []
     unfused_times: dict[int, dict[str, Any]] = {}
     for config in configs:
@@ -445,12 +456,16 @@ def measure(
       One dict per number of tokens, with times in milliseconds, and the back end's name. TFLOP/s
       count the products of routed rows, 2 * rows * 3 * hidden * intermediate, and nothing else.
     """
+    with shared.Progress() as progress:
+        return _measure(config, num_devices, tokens_per_rank, repeats, seed, progress)
+
+
+def _measure(config, num_devices, tokens_per_rank, repeats, seed, progress):
     import jax
 
     from jax_megamoe import unfused
     from jax_megamoe.layer import MegaMoE
 
-    progress = shared.Progress()
     rng = shared.generator(seed)
     mesh = shared.cpu_mesh(num_devices)
     by_rank = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ep"))
@@ -504,6 +519,19 @@ def _result(config, num_devices, tokens, outputs, times):
     }
 
 
+def labels_above(curves: Mapping[str, Sequence[float]]) -> list[list[bool]]:
+    """For each of at most two curves and each point: whether its number is written above it.
+
+    The higher curve has its numbers above and the lower one below, so that they do not meet; of
+    equal points the first curve's is the lower one.
+    """
+    times = list(curves.values())
+    if len(times) == 1:
+        return [[True] * len(times[0])]
+    first = [a > b for a, b in zip(*times, strict=True)]
+    return [first, [not above for above in first]]
+
+
 def _plot(path, tokens, curves, unit, title):
     # Without pyplot, which would look for a display.
     from matplotlib.figure import Figure  # type: ignore[import-not-found]
@@ -514,10 +542,12 @@ def _plot(path, tokens, curves, unit, title):
         axes.plot(tokens, times, style, label=name)
         if len(curves) > 2:
             continue  # numbers would cover each other
-        for point in zip(tokens, times, strict=True):
+        for point, above in zip(
+            zip(tokens, times, strict=True), labels_above(curves)[i], strict=True
+        ):
             # Fewer than ten times as much leaves a logarithmic axis with a single labelled tick.
             text = f"{point[1]:.0f}" if point[1] >= 100 else f"{point[1]:.3g}"
-            offset = (0, (-14, 8)[i])
+            offset = (0, 8 if above else -14)
             axes.annotate(text, point, offset, textcoords="offset points", ha="center")
     axes.set(xlabel="tokens per rank", ylabel=unit, title=title)
     axes.set(xscale="log", yscale="log")

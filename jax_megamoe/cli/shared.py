@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,14 +53,41 @@ def add_layer_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Progress:
-    """Lines on stderr that say what is going on and how many seconds have passed."""
+    """Lines on stderr that say what is going on and how many seconds have passed.
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    As a context manager it repeats the line of a step that takes long, every few seconds.
+
+    Args:
+      silence_s: seconds after which a line is repeated.
+    """
+
+    def __init__(self, silence_s: float = 4.0) -> None:
+        self._silence_s = silence_s
+        self._start = self._last = time.perf_counter()
+        self._step = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
 
     def __call__(self, step: str) -> None:
-        seconds = time.perf_counter() - self._start
-        print(f"[{seconds:6.1f} s] {step}", file=sys.stderr, flush=True)
+        self._step = step
+        self._print(step)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _print(self, text: str) -> None:
+        self._last = time.perf_counter()
+        print(f"[{self._last - self._start:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def _repeat(self) -> None:
+        while not self._stop.wait(self._silence_s - (time.perf_counter() - self._last)):
+            if time.perf_counter() - self._last >= self._silence_s:
+                self._print(f"still at it: {self._step or 'starting'}")
 
 
 def format_table(rows: Sequence[Sequence[object]], header: Sequence[str] = (), left=1) -> str:
