@@ -139,6 +139,13 @@ def shared_expert(x: jax.Array, shared: dict[str, jax.Array], activation: Activa
     Source: DeepSeek-V3, inference/model.py, class MoE; token_gate is that of transformers,
     models/qwen2_moe, class Qwen2MoeSparseMoeBlock.
     """
+    check(
+        isinstance(activation, Activation),
+        "activation",
+        got=describe(activation),
+        want="a jax_megamoe.Activation",
+        remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
+    )
     _check_dict("shared", shared, allow_none=False)
     _check_names("shared", set(shared), {"gate", "up", "down"}, {"token_gate"})
     width = tuple(getattr(shared["gate"], "shape", ("H",)))[-1]
@@ -345,7 +352,7 @@ class MoEBlock:
         )
         _check_others(x.shape[:-1], token_ids, mask)
         check_weights(weights.experts, self.config, self.config.num_experts)
-        layer_lib.check_layout(weights.experts, self._site.layer.layout)
+        layer_lib.check_layout(weights.experts, self._site.layer.layout, "block")
         check_rows(int(np.prod(x.shape[:-1])) // shards, self.config)
         tokens = P(layer.token_axes)
         specs = _specs(layer.axis, layer.token_axes)

@@ -115,9 +115,11 @@ class MegaMoE:
         self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
         self._closed = False
         self.config, self.mesh, self.axis = config, mesh, axis
-        if isinstance(token_axes, str):
-            token_axes = (token_axes,)
-        self.token_axes = tuple(mesh.axis_names) if token_axes is None else tuple(token_axes)
+        if token_axes is None:
+            token_axes = mesh.axis_names
+        # A name alone is one axis; what is no sequence is told in the check below.
+        named = tuple(token_axes) if isinstance(token_axes, (tuple, list)) else (token_axes,)
+        self.token_axes: tuple[str, ...] = named  # type: ignore[assignment]
         check(
             axis in self.token_axes and set(self.token_axes) <= set(mesh.axis_names),
             "token_axes",
@@ -430,14 +432,14 @@ def _check_local(site: Site, x, topk_idx, topk_weights, weights, num_tokens):
     return x, topk_idx, topk_weights, num_tokens
 
 
-def check_layout(weights: ExpertWeights, layout: str) -> None:
-    """Checks that weights are in the layout of a back end."""
+def check_layout(weights: ExpertWeights, layout: str, owner: str = "layer") -> None:
+    """Checks that weights are in the layout of a back end; `owner` has the method `shard`."""
     check(
         weights.layout == layout,
         "weights.layout",
         got=repr(weights.layout),
         want=f"{layout!r}, the layout of this back end",
-        remedy="call layer.shard(weights) once, outside the step",
+        remedy=f"call {owner}.shard(weights) once, outside the step",
     )
 
 

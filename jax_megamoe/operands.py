@@ -45,8 +45,20 @@ def as_operand(operand: Any) -> Any:
     return tuple(map(as_array, operand)) if isinstance(operand, tuple) else as_array(operand)
 
 
+def check_config(config: object) -> None:
+    """Checks that this is a configuration: its fields were checked when it was made."""
+    check(
+        isinstance(config, MegaMoEConfig),
+        "config",
+        got=describe(config),
+        want="a jax_megamoe.MegaMoEConfig",
+        remedy="build it with MegaMoEConfig(num_experts=..., top_k=..., ...)",
+    )
+
+
 def check_tokens(x: Any, config: MegaMoEConfig, where: str = "") -> tuple[int, ...]:
     """Checks x, [..., H] bfloat16 or a pair (codes, sf), and returns its leading shape."""
+    check_config(config)
     hidden = config.hidden
     remedy = f"a token has hidden = {hidden} channels, along the last axis"
     if isinstance(x, tuple):
@@ -73,9 +85,12 @@ def check_tokens(x: Any, config: MegaMoEConfig, where: str = "") -> tuple[int, .
             want=f"bfloat16 [..., {hidden}], or a pair (codes, sf)",
             remedy="the pair is a tuple",
         )
-    cast = "cast with x.astype(jnp.bfloat16), or pass a quantised (codes, sf) pair"
-    if str(getattr(x, "dtype", "")) in ("float8_e4m3fn", "uint8"):
+    dtype = getattr(x, "dtype", None)
+    cast = None
+    if str(dtype) in ("float8_e4m3fn", "uint8"):
         cast = "these codes need their scales: pass the pair (codes, sf)"
+    elif dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+        cast = "cast with x.astype(jnp.bfloat16), or pass a quantised (codes, sf) pair"
     check_array(x, "x", ("...", hidden), ("bfloat16",), remedy, cast=cast, where=where)
     return x.shape[:-1]
 

@@ -24,7 +24,7 @@ from jax import lax
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array
+from jax_megamoe.errors import check, check_array, describe
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
 
@@ -109,7 +109,7 @@ def stage_input(
     check(
         getattr(x, "dtype", None) == jnp.bfloat16,
         "x",
-        got=getattr(x, "dtype", type(x).__name__),
+        got=describe(x),
         want="bfloat16, or the pair (codes, sf)",
         remedy="cast activations to bfloat16",
     )
@@ -170,7 +170,8 @@ def dispatch(
     Raises:
       MegaMoEError: shapes or dtypes that do not agree.
     """
-    check_array(codes, "codes", ("R", "T", config.hidden), ("uint8",), "use stage_input(x)")
+    remedy = "x has an axis of ranks here, [R, T, H]; stage_input(x) makes codes and sf of it"
+    check_array(codes, "codes", ("R", "T", config.hidden), ("uint8",), remedy)
     num_ranks, tokens, hidden = codes.shape
     top_k, local_experts = config.top_k, config.local_experts(num_ranks)
     sf_shape = (num_ranks, tokens, hidden // SF_GROUP)

@@ -30,6 +30,8 @@ from jax_megamoe.errors import (
     check_array,
     check_bool,
     check_positive_int,
+    describe,
+    is_array,
     to_float,
 )
 
@@ -493,6 +495,14 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 0.001) -> jax.Ar
     """
     check_array(bias, "bias", ("E",), ("float32",), "a step of 0.001 is lost in smaller formats")
     check_array(load, "load", bias.shape, (*_INTS, "float32"), "pass expert_load(topk_idx, E)")
+    check(
+        (isinstance(rate, (int, float)) and not isinstance(rate, bool))
+        or (is_array(rate) and jnp.size(rate) == 1),
+        "rate",
+        got=describe(rate),
+        want="a number",
+        remedy="DeepSeek-V3 used 0.001",
+    )
     load = load.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(load) - load)
 

@@ -260,6 +260,17 @@ class SymmetricBuffer:
           An array of the region's shape. FP8 codes and scales come as uint8, BF16 as uint16;
           token_src_metadata as uint32 pairs (source rank, token * top_k + slot).
         """
+        for name, value, size in (
+            ("rank", rank, self.num_ranks),
+            ("group", group, self.num_groups),
+        ):
+            check(
+                isinstance(value, (int, np.integer)) and 0 <= value < size,
+                name,
+                got=repr(value),
+                want=f"an int from 0 to {size - 1}",
+                remedy="a group is a place on the mesh's other axes, and has one buffer per rank",
+            )
         return region_array(
             self._shape, region, lambda: native.read_region(self.key, group, rank, region)
         )

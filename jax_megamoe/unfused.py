@@ -48,6 +48,7 @@ from jax_megamoe.operands import (
     PER_RANK,
     as_operand,
     axis_size,
+    check_config,
     check_first_axis,
     check_slots,
     check_tokens,
@@ -640,6 +641,7 @@ def local(
     Raises:
       MegaMoEError: shapes or dtypes that do not agree, or a transport or gemm that cannot run here.
     """
+    check_config(config)
     num_ranks = axis_size(axis, "unfused.local")
     wide = _wide_weights(weights, config, config.local_experts(num_ranks), PER_RANK)
     transport, gemm = choose(transport, gemm, differentiable, config)

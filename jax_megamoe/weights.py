@@ -320,6 +320,17 @@ def dequantize_weights(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.A
 def dequantize_stacked(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
     """(w13 [E, 2I, H] with gate rows first, w2 [E, H, I]) of `dtype`, from any layout."""
     weights = to_layout(weights, "canonical")
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    check(
+        is_float,
+        "dtype",
+        got=repr(dtype),
+        want="a floating-point dtype",
+        remedy="jnp.float32 holds every weight exactly, jnp.bfloat16 all but extreme scales",
+    )
     w13 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w13), weights.w13_sf, dtype)
     w2 = quantize.dequantize_e2m1(quantize.unpack_e2m1(weights.w2), weights.w2_sf, dtype)
     return w13, w2

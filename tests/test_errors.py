@@ -85,12 +85,20 @@ MISTAKES = {
     "x a string": (dict(x="x"), "x", "'x', a str", "bfloat16 [..., 128]", "order"),
     "x a function": (dict(x=zeros), "x", "function", "bfloat16 [..., 128]", "order"),
     "x abstract": (dict(x=SPEC), "x", "ShapeDtypeStruct bfloat16[32, 128]", "bfloat16", "lower"),
+    "x a key": (dict(x=jax.random.key(0)), "x", "key<fry>[]", "bfloat16 [..., 128]", "order"),
+    "x token ids": (
+        dict(x=zeros("int32", 32)),
+        "x",
+        "int32[32]",
+        "bfloat16 [..., 128]",
+        "order",
+    ),
     "x object": (
         dict(x=np.full((32, 128), None)),
         "x",
         "object[32, 128]",
         "bfloat16 [..., 128]",
-        "x.astype(jnp.bfloat16)",
+        "order",
     ),
     "x empty tuple": (dict(x=()), "x", "an empty tuple", "pair (codes, sf)", "quantize_e4m3"),
     "x a list of two": (
@@ -544,6 +552,64 @@ CALLS = {
         "an axis, or axes, of it",
         "jax.make_mesh",
     ),
+    "unfused config": (
+        lambda: jmm.unfused.mega_moe(
+            *rows_of(32).values(), experts(8, 128, 128), None, mesh_of(4), "ep"
+        ),
+        "config",
+        "None",
+        "MegaMoEConfig",
+        "Build it with",
+    ),
+    "token axes": (
+        lambda: jmm.MegaMoE(CONFIG, mesh_of(4), token_axes=3),
+        "token_axes",
+        "(3,)",
+        "axes of the mesh ('ep',)",
+        "sharded over",
+    ),
+    "a dtype of no floats": (
+        lambda: jmm.dequantize_weights(experts(8, 128, 128), "int8"),
+        "dtype",
+        "'int8'",
+        "a floating-point dtype",
+        "jnp.float32",
+    ),
+    "an unknown dtype": (
+        lambda: jmm.dequantize_weights(experts(8, 128, 128), "float99"),
+        "dtype",
+        "'float99'",
+        "a floating-point dtype",
+        "jnp.float32",
+    ),
+    "an activation by name": (
+        lambda: jmm.blocks.shared_expert(zeros("bfloat16", 4, 64), {}, "silu"),
+        "activation",
+        "'silu', a str",
+        "jax_megamoe.Activation",
+        "swiglu",
+    ),
+    "a rate": (
+        lambda: jmm.routers.update_bias(zeros("float32", 4), zeros("int32", 4), "fast"),
+        "rate",
+        "'fast', a str",
+        "a number",
+        "0.001",
+    ),
+    "the reference's x": (
+        lambda: jmm.reference.mega_moe([1.0], None, None, experts(8, 128, 128), CONFIG),
+        "x",
+        "list of 1",
+        "bfloat16, or the pair",
+        "bfloat16",
+    ),
+    "ranks of the reference": (
+        lambda: jmm.reference.mega_moe(*rows_of(8).values(), experts(8, 128, 128), CONFIG),
+        "codes",
+        "uint8[8, 128]",
+        "[R, T, 128]",
+        "axis of ranks",
+    ),
     "unfused weights": (
         lambda: jmm.unfused.mega_moe(*rows_of(32).values(), None, CONFIG, mesh_of(4), "ep"),
         "weights",
@@ -560,6 +626,18 @@ def test_mistakes_beside_the_layer(name):
     with pytest.raises(jmm.MegaMoEError) as caught:
         call()
     check_message(caught.value, *parts)
+
+
+def test_a_buffer_of_no_rank(layer):
+    for place, name in (
+        (dict(rank=4), "rank"),
+        (dict(rank="a"), "rank"),
+        (dict(rank=0, group=1), "group"),
+    ):
+        with pytest.raises(jmm.MegaMoEError) as caught:
+            layer.buffer.read("l1_acts", **place)
+        got = repr(list(place.values())[-1])
+        check_message(caught.value, name, got, "an int from 0 to", "one buffer per rank")
 
 
 def test_numbers_of_numpy_are_python_numbers():
