@@ -1,5 +1,10 @@
 """Eight virtual CPU devices for every test, and small shared fixtures."""
 
+import os
+
+# Workers of one run share the GPUs: none may take most of the memory for itself.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import numpy as np
 import pytest
