@@ -70,7 +70,7 @@ def check_tokens(x: Any, config: MegaMoEConfig, where: str = "") -> tuple[int, .
             remedy="jax_megamoe.quantize.quantize_e4m3 returns such a pair",
         )
         codes, sf = x
-        cast = "quantise with jax_megamoe.quantize.quantize_e4m3"
+        cast: str | None = "quantise with jax_megamoe.quantize.quantize_e4m3"
         dtypes = ("float8_e4m3fn", "uint8")
         check_array(codes, "x codes", ("...", hidden), dtypes, remedy, cast=cast, where=where)
         leading = codes.shape[:-1]
