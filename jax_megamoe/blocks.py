@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import layer as layer_lib
@@ -26,7 +26,7 @@ from jax_megamoe import reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
-from jax_megamoe.errors import as_array, check, check_array, describe, to_float
+from jax_megamoe.errors import as_array, check, check_array, describe, narrow_ids, to_float
 from jax_megamoe.layer import MegaMoE
 from jax_megamoe.operands import PER_RANK, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
@@ -178,7 +178,7 @@ class MoEBlock:
     Args:
       config: shapes and limits of the layer; its hidden is the latent's width if there is one.
       router: makes topk_idx and topk_weights; its top_k has to be that of the config.
-      mesh, axis, token_axes: see `MegaMoE`.
+      mesh, axis, token_axes, backend: see `MegaMoE`.
       shared_activation: the shared expert's activation; None takes config.activation.
       norm_eps: of the latent's norm.
 
@@ -191,10 +191,11 @@ class MoEBlock:
         self,
         config: MegaMoEConfig,
         router: Router,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh | None = None,
         axis: str = "ep",
         *,
         token_axes: tuple[str, ...] | None = None,
+        backend: str | None = None,
         shared_activation: Activation | None = None,
         norm_eps: float = 1e-6,
     ):
@@ -237,18 +238,19 @@ class MoEBlock:
         assert eps is not None
         self.config, self.router = config, router
         self.shared_activation = shared_activation or config.activation
-        self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes)
+        self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes, backend=backend)
         self._site = _Site(self.layer._site, router, self.shared_activation, eps)
 
     @classmethod
     def of(
         cls,
         checkpoint: Checkpoint,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh | None = None,
         axis: str = "ep",
         *,
         max_tokens_per_rank: int,
         token_axes: tuple[str, ...] | None = None,
+        backend: str | None = None,
         shared_activation: Activation | None = None,
         **config: Any,
     ) -> MoEBlock:
@@ -256,7 +258,7 @@ class MoEBlock:
 
         Args:
           checkpoint: from `checkpoints.open`.
-          mesh, axis, token_axes: see `MegaMoE`.
+          mesh, axis, token_axes, backend: see `MegaMoE`.
           max_tokens_per_rank: see `MegaMoEConfig`.
           shared_activation: see `MoEBlock`. DeepSeek-V4-Flash's first release did not clamp in the
             shared expert: for that one pass ``swiglu()``.
@@ -281,6 +283,7 @@ class MoEBlock:
             mesh,
             axis,
             token_axes=token_axes,
+            backend=backend,
             shared_activation=shared_activation,
             **options,
         )
@@ -306,6 +309,8 @@ class MoEBlock:
         """
         _check_weights(weights, self.config)
         experts = self.layer.shard(weights.experts)
+        if not isinstance(self.layer.mesh, Mesh):
+            return BlockWeights(experts, *weights[1:])
         replicated = NamedSharding(self.layer.mesh, P())
         return BlockWeights(experts, *jax.device_put(weights[1:], replicated))
 
@@ -339,7 +344,9 @@ class MoEBlock:
           Others at run time, see `MegaMoE.__call__`.
         """
         layer = self.layer
-        shards = int(np.prod([layer.mesh.shape[name] for name in layer.token_axes]))
+        layer.check_open()
+        mesh, token_axes = layer.scope()
+        shards = int(np.prod([mesh.shape[name] for name in token_axes]))
         x, token_ids, mask = map(as_array, (x, token_ids, mask))
         _check_weights(weights, self.config)
         _check_x(x, weights)
@@ -354,15 +361,19 @@ class MoEBlock:
         check_weights(weights.experts, self.config, self.config.num_experts)
         layer_lib.check_layout(weights.experts, self._site.layer.layout, "block")
         check_rows(int(np.prod(x.shape[:-1])) // shards, self.config)
-        tokens = P(layer.token_axes)
-        specs = _specs(layer.axis, layer.token_axes)
+        tokens = P(token_axes)
+        specs = _specs(layer.axis, token_axes)
         operands = layer_lib.reshard_explicit(
-            layer.mesh,
-            (x, *weights, *(a if a is None else jnp.asarray(a) for a in (token_ids, mask))),
+            mesh,
+            (
+                x,
+                *weights,
+                *(a if a is None else jnp.asarray(narrow_ids(a)) for a in (token_ids, mask)),
+            ),
             (tokens, *specs[1], tokens, tokens),
         )
         x, *parts, token_ids, mask = operands
-        call = _global_call(self._site, layer.mesh, layer.token_axes, return_stats)
+        call = _global_call(self._site, mesh, token_axes, bool(return_stats))
         return call(x, BlockWeights(*parts), token_ids, mask)
 
     def local(
@@ -379,6 +390,7 @@ class MoEBlock:
         Args, Returns, Raises: as `__call__` for this rank's tokens only, weights.experts with E/R
         experts, router and shared expert whole; see `MegaMoE.local` too.
         """
+        self.layer.check_open()
         y, stats = _local_call(self._site, x, weights, token_ids, mask)
         return (y, stats) if return_stats else y
 
@@ -400,7 +412,9 @@ def _specs(axis: str, token_axes: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
-def _global_call(site: _Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
+def _global_call(
+    site: _Site, mesh: Mesh | AbstractMesh, token_axes: tuple[str, ...], return_stats: bool
+):
     axis = site.layer.axis
     local = functools.partial(_local_call, site)
     specs = _specs(axis, token_axes)

@@ -43,6 +43,19 @@ def as_array(value: Any) -> Any:
     return value
 
 
+def narrow_ids(ids: Any) -> Any:
+    """NumPy's int64 ids as int32, if JAX would drop their upper halves: it does without x64.
+
+    An id that does not fit becomes the nearest one that does, which is no expert's and no token's.
+    """
+    if not isinstance(ids, (np.ndarray, np.generic)) or ids.dtype != np.int64:
+        return ids
+    if jax.dtypes.canonicalize_dtype(np.int64) == np.int64:
+        return ids
+    bounds = np.iinfo(np.int32)
+    return ids.clip(bounds.min, bounds.max).astype(np.int32)
+
+
 def describe(value: object) -> str:
     """What was passed, for a message: dtype and shape of an array, otherwise type and value."""
     if is_array(value):

@@ -6,20 +6,20 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import quantize, unfused
 from jax_megamoe import weights as weights_lib
 from jax_megamoe._ffi import TARGET, native
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, is_array
+from jax_megamoe.errors import check, check_array, describe, is_array, narrow_ids, refuse
 from jax_megamoe.failures import check_failures
 from jax_megamoe.operands import (
     PER_RANK,
@@ -38,6 +38,7 @@ from jax_megamoe.symmetric import (
     activation_params,
     granularity_number,
     moe_shape,
+    plan_buffer,
 )
 from jax_megamoe.weights import ExpertWeights
 
@@ -82,10 +83,14 @@ class MegaMoE:
     Args:
       config: shapes and limits.
       mesh: a mesh of devices of one back end, all in this process: (virtual) CPU devices, or GPUs
-        with compute capability 9.0 that can access each other's memory.
+        with compute capability 9.0 that can access each other's memory. None takes the mesh that
+        `jax.set_mesh` has set. An AbstractMesh stands for devices 0, 1, ... in its order: such a
+        layer owns no buffers and can be traced, lowered and exported, but not run.
       axis: the mesh axis that experts are spread over.
       token_axes: mesh axes that tokens are sharded over when the layer is called on global arrays;
         default all of them, in the mesh's order. They have to include `axis`.
+      backend: "cpu" or "sm_90a", for an AbstractMesh that does not say what its devices are. A mesh
+        of devices knows.
 
     The layer owns symmetric buffers, shared with other layers of the same shape on the same mesh
     and axis. `close` (or leaving a ``with`` block) gives them up; so does garbage collection.
@@ -100,10 +105,11 @@ class MegaMoE:
     def __init__(
         self,
         config: MegaMoEConfig,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh | None = None,
         axis: str = "ep",
         *,
         token_axes: tuple[str, ...] | None = None,
+        backend: str | None = None,
     ):
         check(
             isinstance(config, MegaMoEConfig),
@@ -112,7 +118,14 @@ class MegaMoE:
             want="a jax_megamoe.MegaMoEConfig",
             remedy="build it with MegaMoEConfig(num_experts=..., top_k=..., ...)",
         )
-        self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
+        if mesh is None:
+            mesh = _mesh_of_context()
+        if isinstance(mesh, AbstractMesh):
+            self.backend, key = plan_buffer(config, mesh, axis, backend)
+            self._buffer = None
+        else:
+            self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
+            self.backend, key = self._buffer.backend, self._buffer.key
         self._closed = False
         self.config, self.mesh, self.axis = config, mesh, axis
         if token_axes is None:
@@ -129,15 +142,44 @@ class MegaMoE:
             "same tokens, each would be computed once per rank",
         )
         self.num_ranks = mesh.shape[axis]
-        self.backend = self._buffer.backend
-        self._site = Site(config, self.backend, axis, self.num_ranks, self._buffer.key)
+        check(
+            backend in (None, self.backend),
+            "backend",
+            got=repr(backend),
+            want=f"{self.backend!r}, that of the mesh's devices, or None",
+            remedy="it is for an AbstractMesh, whose devices are not known",
+        )
+        self._site = Site(config, self.backend, axis, self.num_ranks, key)
 
     def __repr__(self) -> str:
         return f"MegaMoE({self.config}, ranks={self.num_ranks}, backend={self.backend!r})"
 
     @property
     def buffer(self) -> SymmetricBuffer:
+        """The symmetric buffers; a layer over an AbstractMesh has none."""
+        if self._buffer is None:
+            self._refuse_to_run("layer.buffer")
         return self._buffer
+
+    def _refuse_to_run(self, what: str) -> NoReturn:
+        refuse(
+            what,
+            got="a layer over an AbstractMesh, which owns no buffers",
+            want="a layer over devices",
+            remedy="this one is for jax.export and jax.jit(layer).trace(...) of ShapeDtypeStructs; "
+            "create MegaMoE over a mesh of devices to run",
+        )
+
+    def check_open(self) -> None:
+        """Raises `MegaMoEError` if the layer has been closed. Every call asks when it is traced."""
+        check(
+            not self._closed,
+            "layer",
+            got="one that has been closed",
+            want="an open one",
+            remedy="create MegaMoE again, with the same config, mesh and axis, and keep it open "
+            "while programs use it",
+        )
 
     def check_failures(self) -> None:
         """Raises `MegaMoERuntimeError` if a call on GPUs failed and nobody has been told of it.
@@ -151,18 +193,19 @@ class MegaMoE:
 
         Waits first for what has been dispatched to the mesh's devices and is still referenced.
         """
-        if not self._closed:
+        if not self._closed and isinstance(self.mesh, Mesh):
             devices = set(self.mesh.devices.flat)
             for array in jax.live_arrays():
                 if not array.is_deleted() and devices & array.devices():
                     with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised to its user
                         array.block_until_ready()
-            self._give_up_buffer()
+        self._give_up_buffer()
 
     def _give_up_buffer(self) -> None:
         if not self._closed:
             self._closed = True
-            self._buffer.release()
+            if self._buffer is not None:
+                self._buffer.release()
 
     def __enter__(self) -> MegaMoE:
         return self
@@ -182,11 +225,19 @@ class MegaMoE:
         `to_layout` makes of the result.
 
         Raises:
-          MegaMoEError: shapes or dtypes that do not fit the config; or, outside of jit, scales that
-            the GPU layout of this granularity cannot hold, see `weights.check_foldable`.
+          MegaMoEError: shapes or dtypes that do not fit the config, or a closed layer; or, outside
+            of jit, a scale byte of 255, which is NaN, or scales that the GPU layout of this
+            granularity cannot hold, see `weights.check_foldable`.
         """
+        self.check_open()
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
-        weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        if isinstance(self.mesh, Mesh):
+            weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        else:
+            if not _is_traced(weights):
+                self._refuse_to_run("layer.shard")
+            (weights,) = reshard_explicit(self.mesh, (weights,), (P(self.axis),))
+        weights_lib.check_finite_scales(weights)
         weights_lib.check_foldable(weights, self._site.layout)  # there are no values in `convert`
 
         # Placed first, so that every device permutes its own experts only.
@@ -228,32 +279,63 @@ class MegaMoE:
           y [..., H] bfloat16, shaped and sharded like x; or (y, MoEStats).
 
         Raises:
-          MegaMoEError: at trace time, for operands that are no arrays, or shapes, dtypes or layouts
-            that do not fit.
+          MegaMoEError: at trace time, for operands that are no arrays, shapes, dtypes or layouts
+            that do not fit, or a layer that has been closed.
           jax.errors.JaxRuntimeError: at run time, when a wait timed out, num_tokens is out of
-            range, the buffers were closed, or (checked=True) an expert id is out of range.
+            range, the buffers were closed, or (unless checked=False) an expert id is out of range.
           MegaMoERuntimeError: the same on GPUs, where only the closed buffers are known in time;
             see `check_failures`.
         """
         x, topk_idx, topk_weights, num_tokens = map(
             as_operand, (x, topk_idx, topk_weights, num_tokens)
         )
+        self.check_open()
+        if self._buffer is None and not _is_traced((x, topk_idx, topk_weights, weights)):
+            self._refuse_to_run("call of the layer")
         self._check(x, topk_idx, topk_weights, weights, num_tokens)
-        if isinstance(topk_idx, np.ndarray) and topk_idx.dtype == np.int64:
-            # Without x64 JAX would keep the low 32 bits only, which may be a valid expert.
-            bounds = np.iinfo(np.int32)
-            topk_idx = topk_idx.clip(bounds.min, bounds.max).astype(np.int32)
-        tokens, experts = P(self.token_axes), P(self.axis)
+        topk_idx = narrow_ids(topk_idx)
+        mesh, token_axes = self.scope()
+        tokens, experts = P(token_axes), P(self.axis)
         operands = reshard_explicit(
-            self.mesh,
+            mesh,
             (x, topk_idx, topk_weights, weights, num_tokens),
             (tokens, tokens, tokens, experts, tokens),
         )
-        return _global_call(self._site, self.mesh, self.token_axes, return_stats)(*operands)
+        return _global_call(self._site, mesh, token_axes, bool(return_stats))(*operands)
+
+    def scope(self) -> tuple[Mesh | AbstractMesh, tuple[str, ...]]:
+        """(mesh, token axes) of a call on global arrays made here.
+
+        Inside a `jax.shard_map` that is manual over other axes than the layer's, say "data", arrays
+        are global over the rest only: the mesh is the context's, and those axes shard no tokens.
+
+        Raises:
+          MegaMoEError: the surrounding mesh is not the layer's, or its expert axis is manual.
+        """
+        context = jax.sharding.get_abstract_mesh()
+        manual = set() if context.empty else set(context.manual_axes)
+        if not manual:
+            return self.mesh, self.token_axes
+        check(
+            dict(context.shape) == dict(self.mesh.shape),
+            "mesh of the surrounding shard_map",
+            got=dict(context.shape),
+            want=f"{dict(self.mesh.shape)}, the layer's mesh",
+            remedy="use one mesh for both",
+        )
+        check(
+            self.axis not in manual,
+            "call on global arrays",
+            got=f"a shard_map that is manual over {self.axis!r}, where arrays are one rank's",
+            want="a place where that axis is not manual",
+            remedy="call layer.local there",
+        )
+        return context, tuple(name for name in self.token_axes if name not in manual)
 
     def _check(self, x: Any, topk_idx, topk_weights, weights, num_tokens) -> None:
         """Checks the operands of `__call__` as the user sees them: all shards together."""
-        shards = int(np.prod([self.mesh.shape[name] for name in self.token_axes]))
+        mesh, token_axes = self.scope()
+        shards = int(np.prod([mesh.shape[name] for name in token_axes]))
         leading = check_tokens(x, self.config)
         check_first_axis(x, leading, shards, self.config)
         check_rows(int(np.prod(leading)) // shards, self.config)
@@ -285,6 +367,7 @@ class MegaMoE:
         config.max_tokens_per_rank of them, weights of E/R experts, num_tokens an int or an int32
         scalar (or [1]), MoEStats of this rank ([E/R] and [1]).
         """
+        self.check_open()
         return local_call(
             self._site,
             x,
@@ -294,6 +377,27 @@ class MegaMoE:
             num_tokens=num_tokens,
             return_stats=return_stats,
         )
+
+
+def _mesh_of_context() -> Mesh | AbstractMesh:
+    """The mesh that `jax.set_mesh` or `jax.sharding.use_abstract_mesh` has set."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    check(
+        not mesh.empty,
+        "mesh",
+        got="None, and no mesh is set",
+        want="a jax.sharding.Mesh, as an argument or set by jax.set_mesh",
+        remedy="write `with jax.set_mesh(mesh):` around this, or pass the mesh",
+    )
+    with contextlib.suppress(ValueError):  # while tracing there is no way to the devices
+        concrete = jax.sharding.get_mesh()
+        if not concrete.empty:
+            mesh = concrete
+    return mesh
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 class Site(NamedTuple):
@@ -313,7 +417,9 @@ class Site(NamedTuple):
         return "sm90_bf16" if self.config.activation_granularity == SF_GROUP else "sm90_fp8"
 
 
-def reshard_explicit(mesh: Mesh, operands: tuple[Any, ...], specs: tuple[P, ...]) -> tuple:
+def reshard_explicit(
+    mesh: Mesh | AbstractMesh, operands: tuple[Any, ...], specs: tuple[P, ...]
+) -> tuple:
     """The operands, moved to `specs` if the mesh has Explicit axes.
 
     Those make shard_map insist on operands that are sharded as in_specs says.
@@ -330,7 +436,7 @@ def over_mesh(
     local: Callable[..., Any],
     in_specs: tuple[P, ...],
     axis: str,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     token_axes: tuple[str, ...],
     return_stats: bool,
 ) -> Callable[..., Any]:
@@ -349,10 +455,17 @@ def over_mesh(
 
     tokens, experts = P(token_axes), P(axis)
     stats_specs: Any = MoEStats._make([experts, tokens, tokens, tokens, tokens])
+    manual = set(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else set()
+    if manual:
+        # Differentiated shard_maps cannot be nested when they save anything but their operands
+        # (JAX types what is saved by all axes of the mesh, the outer one's too). So save nothing
+        # else: what is computed again are casts, the custom call is not.
+        body = jax.checkpoint(body, prevent_cse=False)
     return jax.jit(
         jax.shard_map(
             body,
             mesh=mesh,
+            axis_names=set(mesh.axis_names) - manual,
             in_specs=in_specs,
             out_specs=(tokens, stats_specs) if return_stats else tokens,
         )
@@ -360,7 +473,9 @@ def over_mesh(
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
-def _global_call(site: Site, mesh: Mesh, token_axes: tuple[str, ...], return_stats: bool):
+def _global_call(
+    site: Site, mesh: Mesh | AbstractMesh, token_axes: tuple[str, ...], return_stats: bool
+):
     def body(x, topk_idx, topk_weights, weights, num_tokens):
         return local_call(
             site, x, topk_idx, topk_weights, weights, num_tokens=num_tokens, return_stats=True
@@ -416,6 +531,7 @@ def _check_local(site: Site, x, topk_idx, topk_weights, weights, num_tokens):
     check_slots(topk_idx, topk_weights, leading, config, PER_RANK)
     weights_lib.check_weights(weights, config, config.local_experts(ranks), PER_RANK)
     check_layout(weights, site.layout)
+    topk_idx = narrow_ids(topk_idx)
     if isinstance(num_tokens, int) and not isinstance(num_tokens, bool):
         num_tokens = np.clip(num_tokens, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
         num_tokens = np.int32(num_tokens)

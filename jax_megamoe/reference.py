@@ -24,7 +24,7 @@ from jax import lax
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe
+from jax_megamoe.errors import check, check_array, describe, narrow_ids
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
 
@@ -444,7 +444,6 @@ def combine(
     return total.astype(jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "block_m", "max_pool_rows", "bf16_sums"))
 def mega_moe(
     x: jax.Array | tuple[jax.Array, jax.Array],
     topk_idx: jax.Array,
@@ -477,6 +476,14 @@ def mega_moe(
     Raises:
       MegaMoEError: shapes or dtypes that do not agree.
     """
+    operands = x, narrow_ids(topk_idx), topk_weights, weights, config, narrow_ids(num_tokens)
+    return _mega_moe(*operands, block_m, max_pool_rows, bf16_sums)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "block_m", "max_pool_rows", "bf16_sums"))
+def _mega_moe(
+    x, topk_idx, topk_weights, weights, config, num_tokens, block_m, max_pool_rows, bf16_sums
+):
     check_weights(weights, config, config.num_experts)
     weights = crop_weights(weights, config)
     codes, sf = stage_input(x, config.x_group)

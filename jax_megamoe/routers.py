@@ -32,6 +32,7 @@ from jax_megamoe.errors import (
     check_positive_int,
     describe,
     is_array,
+    narrow_ids,
     to_float,
 )
 
@@ -220,17 +221,18 @@ class Router:
         else:
             self._check_bias(bias, num_experts)
 
-        z = jnp.asarray(logits).astype(jnp.float32)
+        z = _unsharded_experts(jnp.asarray(logits).astype(jnp.float32))
         if mask is not None:
             mask = jnp.asarray(mask)[..., None]
             z = jnp.where(mask, z, 0.0)
         if bias is not None:
-            bias = jnp.asarray(bias).astype(jnp.float32)
+            bias = _unsharded_experts(jnp.asarray(bias).astype(jnp.float32))
         if bias is not None and self.bias_role == "logits":
             z, bias = z + bias, None
         scores = _scores(self.scores, z)
         if hashed:
-            idx = _look_up(jnp.asarray(tid2eid), jnp.asarray(token_ids), num_experts)
+            table, ids = (jnp.asarray(narrow_ids(a)) for a in (tid2eid, token_ids))
+            idx = _look_up(table, ids, num_experts)
         else:
             idx = self._choose(scores if bias is None else scores + bias)
         known = (idx >= 0) & (idx < num_experts)
@@ -475,6 +477,7 @@ def expert_load(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     if isinstance(num_experts, np.integer):
         num_experts = int(num_experts)
     check_positive_int(num_experts, "num_experts", "expert_load")
+    topk_idx = narrow_ids(topk_idx)
     experts = jnp.arange(num_experts, dtype=topk_idx.dtype)
     axes = tuple(range(topk_idx.ndim))
     return jnp.sum(topk_idx[..., None] == experts, axis=axes, dtype=jnp.int32)
@@ -526,15 +529,40 @@ def gate_logits(x: jax.Array, w_gate: jax.Array) -> jax.Array:
 def linear(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., K] @ w [N, K] transposed, as precise as `gate_logits`: [..., N] float32."""
     x, w = jnp.asarray(x), jnp.asarray(w)
+    # With Explicit axes a product of sharded operands has to be told its result's sharding.
+    spec = _explicit_spec(x) or (_explicit_spec(w) and P(*(None,) * x.ndim))
+    mesh = jax.typeof(x if _explicit_spec(x) else w).sharding.mesh
+    out = NamedSharding(mesh, P(*spec[:-1], None)) if spec else None
     if x.dtype == w.dtype and x.dtype != jnp.float32:
-        return jnp.einsum("...k,nk->...n", x, w, preferred_element_type=jnp.float32)
+        return jnp.einsum(
+            "...k,nk->...n", x, w, preferred_element_type=jnp.float32, out_sharding=out
+        )
     # On GPUs the default precision of float32 is TF32, which would tip close decisions.
     return jnp.einsum(
         "...k,nk->...n",
         x.astype(jnp.float32),
         w.astype(jnp.float32),
         precision=jax.lax.Precision.HIGHEST,
+        out_sharding=out,
     )
+
+
+def _explicit_spec(array: jax.Array) -> P | None:
+    """How an array is sharded over Explicit mesh axes; None if it is not."""
+    spec = jax.typeof(array).sharding.spec
+    return P(*spec, *(None,) * (array.ndim - len(spec))) if any(spec) else None
+
+
+def _unsharded_experts(array: jax.Array) -> jax.Array:
+    """[..., E], with all experts on each device if Explicit axes spread them: scores are compared.
+
+    With Auto axes the compiler sees to it.
+    """
+    spec = _explicit_spec(array)
+    if spec is None or spec[-1] is None:
+        return array
+    mesh = jax.typeof(array).sharding.mesh
+    return jax.sharding.reshard(array, NamedSharding(mesh, P(*spec[:-1], None)))
 
 
 def _check_mask(mask: object, leading: tuple[int, ...]) -> None:

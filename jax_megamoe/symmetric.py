@@ -10,9 +10,10 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_megamoe._ffi import mesh_backend, native
 from jax_megamoe._headers import include_dir
@@ -24,6 +25,8 @@ from jax_megamoe.virtual_devices import warn_if_short_of_threads
 
 #: Names of back ends.
 _BACKENDS = ("cpu", "sm_90a")
+#: Parts of the names of GPUs that the latter is for.
+_HOPPERS = ("H100", "H200", "GH200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,15 +297,7 @@ def _release_all() -> None:
         native.release_buffer(key)
 
 
-def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
-    """(groups, backend); groups[g][r]: ordinal of the device that is rank r of group g."""
-    check(
-        isinstance(mesh, Mesh),
-        "mesh",
-        got=describe(mesh),
-        want="a jax.sharding.Mesh of devices",
-        remedy="build it with jax.make_mesh",
-    )
+def _check_axis(mesh: Mesh | AbstractMesh, axis: str) -> None:
     check(
         axis in mesh.axis_names,
         "axis",
@@ -310,6 +305,18 @@ def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
         want=f"one of the mesh axes {mesh.axis_names}",
         remedy="name the axis that experts are spread over",
     )
+
+
+def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
+    """(groups, backend); groups[g][r]: ordinal of the device that is rank r of group g."""
+    check(
+        isinstance(mesh, Mesh),
+        "mesh",
+        got=describe(mesh),
+        want="a jax.sharding.Mesh of devices, or an AbstractMesh",
+        remedy="build it with jax.make_mesh, or leave it out under jax.set_mesh",
+    )
+    _check_axis(mesh, axis)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
     backend = mesh_backend(mesh)
     processes = {device.process_index for device in devices.flat}
@@ -323,6 +330,41 @@ def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
     )
     groups = devices.reshape(-1, devices.shape[-1])
     return [[device.local_hardware_id for device in group] for group in groups], backend
+
+
+def plan_buffer(
+    config: MegaMoEConfig, mesh: AbstractMesh, axis: str, backend: str | None
+) -> tuple[str, str]:
+    """(back end, key) of the buffer that a layer on such devices would own; none is created.
+
+    The devices are taken to be 0, 1, ... of the process in the mesh's order.
+
+    Raises:
+      MegaMoEError: no way to tell the back end, or a shape or axis that does not fit.
+    """
+    _check_axis(mesh, axis)
+    device: Any = mesh.abstract_device
+    kind = None if device is None else device.device_kind
+    if backend is None and device is not None:
+        if getattr(device, "platform", None) == "cpu" or kind == "cpu":
+            backend = "cpu"
+        elif any(name in str(kind) for name in _HOPPERS):
+            backend = "sm_90a"
+    check(
+        backend in _BACKENDS,
+        "backend",
+        got=f"{backend!r} for an AbstractMesh of {'unknown devices' if device is None else kind}",
+        want=f"one of {_BACKENDS}",
+        remedy="pass backend=, or give the AbstractMesh the abstract_device of the mesh that the "
+        "program is for",
+    )
+    assert backend is not None
+    ordinals = np.moveaxis(
+        np.arange(mesh.size).reshape(mesh.axis_sizes), mesh.axis_names.index(axis), -1
+    )
+    groups = ordinals.reshape(-1, ordinals.shape[-1]).tolist()
+    shape = moe_shape(config, len(groups[0]), backend)
+    return backend, _buffer_key(shape, groups, backend, granularity_number(config))
 
 
 def _buffer_key(

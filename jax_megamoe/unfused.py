@@ -43,7 +43,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import quantize, reference
 from jax_megamoe.config import BLOCK_N, SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, is_array
+from jax_megamoe.errors import check, check_array, describe, is_array, narrow_ids
 from jax_megamoe.operands import (
     PER_RANK,
     as_operand,
@@ -662,7 +662,8 @@ def local(
             want="an integer scalar on each rank",
             remedy="pass this rank's number of tokens",
         )
-        num_tokens = jnp.asarray(num_tokens).reshape(())
+        num_tokens = jnp.asarray(narrow_ids(num_tokens)).reshape(())
+    topk_idx = narrow_ids(topk_idx)
     x, topk_idx, topk_weights = jax.tree.map(flatten_leading, (x, topk_idx, topk_weights))
     straight_through = differentiable and not isinstance(x, tuple)
     if not straight_through:
@@ -766,6 +767,7 @@ def mega_moe(
     _check_weights(weights, config, config.num_experts)
     if isinstance(x, tuple):  # within shard_map values cannot be looked at
         quantize.check_group_scales(x[1], config.x_group, "x[1]")
+    topk_idx, num_tokens = narrow_ids(topk_idx), narrow_ids(num_tokens)
     operands = (x, topk_idx, topk_weights, weights, num_tokens)
     if AxisType.Explicit in mesh.axis_types:
         # Explicit axes make shard_map insist on operands that are sharded as in_specs says.

@@ -658,8 +658,33 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)
     ):
         return
+    _check_spreads(weights, layout, MAX_SPREAD[layout])
+
+
+def check_finite_scales(weights: ExpertWeights) -> None:
+    """Checks that no scale is a NaN, byte 255, which every layout but the GPU's could carry.
+
+    Tracers are not looked at: under jit the rows in question come out as NaN.
+
+    Args:
+      weights: concrete arrays of any layout, sharded or not.
+
+    Raises:
+      MegaMoEError: it names tensor, expert and row.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)):
+        return
+    if bool(_has_nan_scales(weights.w13_sf, weights.w2_sf)):
+        _check_spreads(weights, weights.layout, quantize.UE8M0_NAN - 1)
+
+
+@jax.jit
+def _has_nan_scales(*scales: jax.Array) -> jax.Array:
+    return functools.reduce(jnp.logical_or, [jnp.any(sf == quantize.UE8M0_NAN) for sf in scales])
+
+
+def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
     spreads = _spreads(weights)
-    limit = MAX_SPREAD[layout]
     remedy = "look at the source of these weights"
     if layout == "sm90_fp8":
         remedy = "use activation_granularity=32, whose layout has no such limit"

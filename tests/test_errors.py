@@ -714,6 +714,23 @@ def test_weights_that_a_gpu_layout_cannot_hold(monkeypatch, granularity, limit):
         assert not (np.asarray(placed.w13_sf) == 255).any()
 
 
+@pytest.mark.parametrize("tensor", ["w13", "w2"])
+@pytest.mark.parametrize("layout", ["canonical", "cpu"])
+def test_scales_that_are_nan(layer, tensor, layout):
+    """Byte 255 is refused wherever values can be seen; under jit its rows come out as NaN."""
+    weights = experts(CONFIG.num_experts, CONFIG.intermediate, CONFIG.hidden)
+    sf = np.array(getattr(weights, f"{tensor}_sf"))
+    sf[3, 9, 1] = 255
+    bad = jmm.to_layout(dataclasses.replace(weights, **{f"{tensor}_sf": jnp.asarray(sf)}), layout)
+    with pytest.raises(jmm.MegaMoEError) as error:
+        layer.shard(bad)
+    row = "gate row 9" if tensor == "w13" else "row 9"
+    assert f"weights.{tensor}, expert 3, {row}: got scale byte 255, a NaN" in str(error.value)
+    traced = jax.jit(layer.shard)(bad)
+    back = jmm.to_layout(traced, "canonical")
+    np.testing.assert_array_equal(getattr(back, f"{tensor}_sf"), sf)
+
+
 def test_mesh_mistakes():
     with pytest.raises(jmm.MegaMoEError, match=r"axis: got 'expert'; expected .*\('ep',\)"):
         jmm.MegaMoE(CONFIG, mesh_of(4), axis="expert")

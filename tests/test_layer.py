@@ -1,6 +1,7 @@
 """The layer on virtual CPU devices against the reference, over routings, ranks and edge cases."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,59 @@ def test_int64_expert_ids_of_numpy_do_not_wrap(layers, rng):
     want = layer(case.x, narrow, case.topk_weights, weights)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     assert int(stats.out_of_range.sum()) == 2
+
+
+def test_wide_ids_are_never_another_expert():
+    """NumPy's int64 where the library sees it, x64 off: out of range wherever ids are taken."""
+    wide = np.array([[2**32 + 3, 1], [-(2**32) + 3, 2]], np.int64)
+    narrow = jnp.asarray([[-1, 1], [-1, 2]], jnp.int32)
+    config = jmm.MegaMoEConfig(4, 2, 128, 128, 2, checked=False)
+    case = Case(np.random.default_rng(4), config, 1, 2)
+    mesh = mesh_of(1)
+    with jmm.MegaMoE(config, mesh) as layer:
+        weights = layer.shard(case.weights)
+        spec = jax.P("ep")
+        local = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+        by_rank = [case.by_rank(a) for a in (case.x, case.topk_weights)]
+        takers = {
+            "layer": lambda ids: layer(case.x, ids, case.topk_weights, weights),
+            "layer, jit": lambda ids: jax.jit(lambda x: layer(x, ids, case.topk_weights, weights))(
+                case.x
+            ),
+            "local": lambda ids: local(lambda x, p, w: layer.local(x, ids, p, w))(
+                case.x, case.topk_weights, weights
+            ),
+            "unfused": lambda ids: jmm.unfused.mega_moe(
+                case.x, ids, case.topk_weights, case.weights, config, mesh, "ep"
+            ),
+            "unfused.local": lambda ids: local(
+                lambda x, p, w: jmm.unfused.local(x, ids, p, w, config, axis="ep")
+            )(case.x, case.topk_weights, case.weights),
+            "reference": lambda ids: jmm.reference.mega_moe(
+                by_rank[0], ids[None], by_rank[1], case.weights, config
+            ),
+            "load": lambda ids: jmm.routers.expert_load(ids, 4),
+        }
+        for name, take in takers.items():
+            got, want = (np.asarray(take(ids), np.float32) for ids in (wide, narrow))
+            np.testing.assert_array_equal(got, want, err_msg=name)
+            assert want.any(), name
+    config = dataclasses.replace(config, checked=True)
+    with jmm.MegaMoE(config, mesh) as layer:
+        for call in (layer, lambda *a: jax.jit(lambda x: layer(x, *a[1:]))(a[0])):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="expert id 2147483647"):
+                call(case.x, wide, case.topk_weights, weights).block_until_ready()
+
+
+def test_wide_token_ids_are_never_another_token():
+    router = jmm.routers.deepseek_v4(routed_scaling_factor=1.0, top_k=2)
+    table = np.array([[0, 1], [2, 3]], np.int64)
+    logits = jnp.zeros((2, 4))
+    idx, _ = router.from_logits(logits, tid2eid=table, token_ids=np.array([1, 2**32 + 1]))
+    np.testing.assert_array_equal(idx, [[2, 3], [4, 4]])
+    table[1] = 2**32 + 1, -(2**32) + 1
+    idx, _ = router.from_logits(logits, tid2eid=table, token_ids=np.array([0, 1]))
+    np.testing.assert_array_equal(idx, [[0, 1], [2**31 - 1, -(2**31)]])
 
 
 def test_a_duplicate_expert_counts_twice(layers):
