@@ -195,7 +195,7 @@ def test_reading_an_unknown_region(setup):
 
 def test_ranks_and_groups_are_checked(setup):
     layer, *_ = setup
-    with pytest.raises(ValueError, match="no such group or rank"):
+    with pytest.raises(jmm.MegaMoEError, match="rank: got 4; expected an int from 0 to 3"):
         layer.buffer.read("x", rank=4)
     with pytest.raises(ValueError, match="no such group or rank"):
         layer.buffer.lose_next_signal("l1_arrival", rank=0, group=1)
