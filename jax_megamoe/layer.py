@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -95,6 +96,10 @@ class MegaMoE:
     The layer owns symmetric buffers, shared with other layers of the same shape on the same mesh
     and axis. `close` (or leaving a ``with`` block) gives them up; so does garbage collection.
 
+    Open layers of equal config, mesh, axis and token axes are equal and hash alike: as a static
+    argument of `jax.jit` they share a program. A closed layer equals itself alone. `copy.copy` and
+    `copy.deepcopy` make another user of the same buffers; pickle is refused.
+
     Example:
       >>> mesh = jax.make_mesh((8,), ("ep",))
       >>> layer = jax_megamoe.MegaMoE(config, mesh, axis="ep")
@@ -125,6 +130,11 @@ class MegaMoE:
             self._buffer = None
         else:
             self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
+            # Also where what follows refuses, and when the collector finds the layer; then a
+            # computation may be in flight, which must not be waited for. At exit, `symmetric`
+            # releases all buffers in the order that the native module needs.
+            self._release = weakref.finalize(self, self._buffer.release)
+            self._release.atexit = False
             self.backend, key = self._buffer.backend, self._buffer.key
         self._closed = False
         self.config, self.mesh, self.axis = config, mesh, axis
@@ -199,13 +209,9 @@ class MegaMoE:
                 if not array.is_deleted() and devices & array.devices():
                     with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised to its user
                         array.block_until_ready()
-        self._give_up_buffer()
-
-    def _give_up_buffer(self) -> None:
-        if not self._closed:
-            self._closed = True
-            if self._buffer is not None:
-                self._buffer.release()
+        self._closed = True
+        if self._buffer is not None:
+            self._release()  # once, however often it is called
 
     def __enter__(self) -> MegaMoE:
         return self
@@ -213,10 +219,33 @@ class MegaMoE:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self):
-        # The collector may run inside a computation that is in flight: it must not wait for it.
-        if not getattr(self, "_closed", True):
-            self._give_up_buffer()
+    def _identity(self) -> tuple[Any, ...]:
+        return self.config, self.mesh, self.axis, self.token_axes, self.backend
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MegaMoE) or self is other:
+            return self is other
+        return self._identity() == other._identity() and not (self._closed or other._closed)
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __copy__(self) -> MegaMoE:
+        self.check_open()
+        config, mesh, axis, token_axes, backend = self._identity()
+        return MegaMoE(config, mesh, axis, token_axes=token_axes, backend=backend)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
+        return self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(
+            "pickle of a layer",
+            got="a MegaMoE, which owns buffers of this process's devices",
+            want="something that another process can have",
+            remedy="pickle layer.config, layer.axis and layer.token_axes, and create MegaMoE over "
+            "the mesh of the process that loads them",
+        )
 
     def shard(self, weights: ExpertWeights) -> ExpertWeights:
         """Transforms all E experts to the back end's layout and places E/R on each rank.
@@ -241,11 +270,7 @@ class MegaMoE:
         weights_lib.check_foldable(weights, self._site.layout)  # there are no values in `convert`
 
         # Placed first, so that every device permutes its own experts only.
-        def convert(weights):
-            return weights_lib.to_layout(pad_weights(weights, self.config), self._site.layout)
-
-        spec = P(self.axis)
-        return jax.shard_map(convert, mesh=self.mesh, in_specs=spec, out_specs=spec)(weights)
+        return _converter(self.config, self._site.layout, self.mesh, self.axis)(weights)
 
     def __call__(
         self,
@@ -473,6 +498,17 @@ def over_mesh(
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
+def _converter(config: MegaMoEConfig, layout: str, mesh: Mesh | AbstractMesh, axis: str):
+    """The jitted conversion of placed canonical weights to a back end's layout."""
+
+    def convert(weights):
+        return weights_lib.to_layout(pad_weights(weights, config), layout)
+
+    spec = P(axis)
+    return jax.jit(jax.shard_map(convert, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
 def _global_call(
     site: Site, mesh: Mesh | AbstractMesh, token_axes: tuple[str, ...], return_stats: bool
 ):
@@ -486,6 +522,7 @@ def _global_call(
     return over_mesh(body, in_specs, site.axis, mesh, token_axes, return_stats)
 
 
+@jax.named_scope("jax_megamoe")
 def local_call(
     site: Site, x, topk_idx, topk_weights, weights, *, num_tokens, return_stats: bool
 ) -> Any:

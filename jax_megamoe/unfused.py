@@ -320,6 +320,7 @@ def _pool(received, row_of_entry, expert, topk_weights, local_experts, block_row
     )
 
 
+@jax.named_scope("dispatch")
 def dispatch(
     rows: Any,
     topk_idx: jax.Array,
@@ -490,6 +491,7 @@ def _row_biases(bias: jax.Array, pool: Pool) -> jax.Array:
     return _take(bias, jnp.minimum(expert, bias.shape[0] - 1), pool.is_row)
 
 
+@jax.named_scope("linear1")
 def linear1(
     pool: Pool, w13: jax.Array, b13: jax.Array | None = None, *, gemm: str, block_rows: int
 ) -> jax.Array:
@@ -508,6 +510,7 @@ def linear1(
     return sums if b13 is None else sums + _row_biases(b13, pool)
 
 
+@jax.named_scope("swiglu")
 def swiglu(
     gate_up: jax.Array, topk_weights: jax.Array, activation: Activation, group: int = SF_GROUP
 ) -> jax.Array:
@@ -525,6 +528,7 @@ def swiglu(
     return _round_to_e4m3(reference.activate(gate_up, topk_weights, activation), group)
 
 
+@jax.named_scope("linear2")
 def linear2(
     acts: jax.Array,
     pool: Pool,
@@ -552,6 +556,7 @@ def linear2(
     return rows.astype(jnp.bfloat16)
 
 
+@jax.named_scope("combine")
 def combine(
     rows: jax.Array,
     pool: Pool,

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from jax_megamoe._ffi import __version__
 from jax_megamoe.cli import bench, compile, demo, info, timeline
 from jax_megamoe.errors import MegaMoEError
 
@@ -29,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"jax_megamoe {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     for command in (demo, info, bench, timeline, compile):
         command.add_parser(commands).set_defaults(run=command.run)
