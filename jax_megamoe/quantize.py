@@ -12,7 +12,8 @@ block, E its biased FP32 exponent and M its 23 mantissa bits, the stored UE8M0 b
 * E2M1: ``clamp(E - 2 + (M > 0x400000), 1, 254)``, because 6 = 1.5 * 2^2,
 
 and an element is ``round_to_nearest_even(x * 2^(127 - byte))``. An all-zero block has A = 0, hence
-byte 1 and zero codes: no special case.
+byte 1 and zero codes: no special case. Values stay FP32 numbers: with the largest scale that occurs
+the largest codes are 240 and 3, since the next ones stand for 2^128.
 
 E4M3 also comes with one scale for 128 elements or for all of the last axis. The rule is the same,
 with A taken over all of them, and the byte is still stored once per 32 elements.
@@ -37,6 +38,9 @@ E2M1_MAX = 6.0
 E4M3_NAN = 0x7F
 UE8M0_NAN = 0xFF
 SF_MIN, SF_MAX = 1, 254
+#: The largest scale byte of finite FP32 numbers, and the largest code that is one with that scale:
+#: 240 * 2^120 and 3 * 2^126. The next code stands for 2^128.
+_E4M3_TOP, _E2M1_TOP = (247, 0x77), (253, 0x5)
 
 _U32 = jnp.uint32
 _ABS = 0x7FFFFFFF
@@ -227,7 +231,8 @@ def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array,
 def _quantize_e4m3(x, group):
     bits = _f32_bits(_grouped(x))
     sf = sf_e4m3(_over_groups(_block_amax(bits), group, jnp.max))
-    code = _round_scaled(bits, sf[..., None], mantissa_bits=3, min_exponent=-6, max_code=0x7E)
+    largest = jnp.where(sf[..., None] == _E4M3_TOP[0], _E4M3_TOP[1], 0x7E).astype(_U32)
+    code = _round_scaled(bits, sf[..., None], mantissa_bits=3, min_exponent=-6, max_code=largest)
     code = jnp.where((bits & _ABS) >= _EXP, E4M3_NAN, code) | ((bits >> 24) & 0x80)
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
@@ -238,8 +243,8 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     Args:
       codes: [..., K] uint8 or float8_e4m3fn.
       sf: [..., K/32] uint8 or float8_e8m0fnu.
-      dtype: float32 (exact while the product is in FP32's normal range; XLA flushes
-        what is below) or another float dtype.
+      dtype: float32 (exact while the product is in FP32's normal range; XLA flushes what is below,
+        and what is above is an infinity) or another float dtype.
 
     Returns:
       [..., K] of `dtype`.
@@ -248,15 +253,41 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     return _dequantize_e4m3(codes, sf, dtype=dtype)
 
 
+def widen_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Values of E4M3 codes in units of their rows: ``values * units[..., None]``, all finite.
+
+    448 * 2^127 is a value of codes and scales and no FP32 number. A row with scales from 2^120 on
+    is in units of 256, all others in units of one: there the values are `dequantize_e4m3`'s.
+
+    Args:
+      codes, sf, dtype: as in `dequantize_e4m3`, uint8.
+
+    Returns:
+      values [..., K] of `dtype`, units [...] float32.
+    """
+    units = _units(sf, _E4M3_TOP[0], 256.0)
+    return _dequantize_e4m3(codes, sf, dtype=dtype, units=units), units
+
+
+def widen_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """`widen_e4m3` for E2M1: rows with scales from 2^126 on are in units of 4."""
+    units = _units(sf, _E2M1_TOP[0], 4.0)
+    return _dequantize_e2m1(codes, sf, dtype=dtype, units=units), units
+
+
+def _units(sf, limit, unit):
+    return jnp.where(jnp.any(sf >= limit, axis=-1), jnp.float32(unit), jnp.float32(1))
+
+
 @functools.partial(jax.jit, static_argnames="dtype")
-def _dequantize_e4m3(codes, sf, dtype):
+def _dequantize_e4m3(codes, sf, dtype, units=None):
     codes, sf = as_bytes(codes), as_bytes(sf)
     exponent, mantissa = (codes.astype(_U32) >> 3) & 15, codes.astype(_U32) & 7
     normal = _f32(((exponent + 120) << 23) | (mantissa << 20))
     value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 2.0**-9, normal)
     value = jnp.where((codes & 0x7F) == E4M3_NAN, jnp.nan, value)
     value = jnp.where(codes & 0x80, -value, value)
-    return _scale(value, sf).astype(dtype)
+    return _scale(value, sf, units).astype(dtype)
 
 
 def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -280,7 +311,8 @@ def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _quantize_e2m1(x):
     bits = _f32_bits(_grouped(x))
     sf = sf_e2m1(_block_amax(bits))
-    code = _round_scaled(bits, sf[..., None], mantissa_bits=1, min_exponent=0, max_code=0x7)
+    largest = jnp.where(sf[..., None] == _E2M1_TOP[0], _E2M1_TOP[1], 0x7).astype(_U32)
+    code = _round_scaled(bits, sf[..., None], mantissa_bits=1, min_exponent=0, max_code=largest)
     finite = (bits & _ABS) < _EXP
     code = jnp.where(finite, code, 0) | ((bits >> 28) & 0x8)
     sf = jnp.where(jnp.all(finite, axis=-1), sf, jnp.uint8(UE8M0_NAN))
@@ -303,17 +335,19 @@ def dequantize_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def _dequantize_e2m1(codes, sf, dtype):
+def _dequantize_e2m1(codes, sf, dtype, units=None):
     if codes.dtype == jnp.float4_e2m1fn:
         codes = unpack_e2m1(pack_e2m1(codes))
     exponent, mantissa = (codes.astype(_U32) >> 1) & 3, codes.astype(_U32) & 1
     normal = _f32(((exponent + 126) << 23) | (mantissa << 22))
     value = jnp.where(exponent == 0, mantissa.astype(jnp.float32) * 0.5, normal)
     value = jnp.where(codes & 0x8, -value, value)
-    return _scale(value, as_bytes(sf)).astype(dtype)
+    return _scale(value, as_bytes(sf), units).astype(dtype)
 
 
-def _scale(value, sf):
+def _scale(value, sf, units=None):
+    if units is not None:  # first of all: codes are far from both ends of FP32's range
+        value = value * (1 / units)[..., None]
     # 2^(sf - 127) in two exact factors: for sf = 0 one factor would be an FP32 denormal.
     sf = jnp.repeat(sf.astype(_U32), SF_GROUP, axis=-1)
     high = _f32(jnp.clip(sf, 64, 254) << 23)

@@ -279,14 +279,15 @@ def _by_blocks(acts, dispatched, codes, codes_sf, rows_out, bias=None, weights=N
 
         def product():
             matrix = quantize.unpack_e2m1(codes[expert])
-            matrix = quantize.dequantize_e2m1(matrix, codes_sf[expert])
-            rows = quantize.dequantize_e4m3(block_codes, block_sf)
+            matrix, column_units = quantize.widen_e2m1(matrix, codes_sf[expert])
+            rows, row_units = quantize.widen_e4m3(block_codes, block_sf)
             sums = jnp.dot(
                 rows,
                 matrix.T,
                 precision=lax.Precision.HIGHEST,
                 preferred_element_type=jnp.float32,
             )
+            sums = sums * (row_units[:, None] * column_units[None, :])
             return sums if bias is None else sums + block_weights * bias[expert]
 
         return lax.cond(expert >= 0, product, lambda: jnp.zeros((block_m, rows_out), jnp.float32))

@@ -23,8 +23,9 @@ Products take BF16 operands. `widen_weights` makes BF16 weights once, which is w
 measured with: four times the memory of FP4, but nothing is widened inside the step. FP4 weights are
 accepted as well and widened in every call (gradients do that). E4M3 activations and E2M1 weights
 are exact in BF16: four significant bits at most, except where the scale drives a value below 2^-126
-(it may be flushed to zero) or above BF16's range (it becomes an infinity), which no finite weight
-quantised by this library does.
+(it may be flushed to zero) or, in `WideWeights` made by `widen_weights`, above BF16's range (it
+becomes an infinity), which no finite weight quantised by this library does. FP4 weights, and x that
+is passed quantised, are widened in units that keep all of them finite.
 
 Names: R ranks, E experts, K = top_k, T tokens per rank, H hidden, I intermediate, P rows of a pool.
 """
@@ -75,17 +76,23 @@ _FLOATS = ("float32", "bfloat16", "float16")
 class WideWeights(NamedTuple):
     """BF16 expert weights: w13 [E, 2I, H], gate rows first, and w2 [E, H, I].
 
-    FP32 biases b13 [E, 2I] and b2 [E, H], or None for both.
+    FP32 biases b13 [E, 2I] and b2 [E, H], or None for both. FP32 units of the rows of w13 and w2,
+    unit13 [E, 2I] and unit2 [E, H], which their sums are multiplied by, or None for ones.
     """
 
     w13: jax.Array
     w2: jax.Array
     b13: jax.Array | None = None
     b2: jax.Array | None = None
+    unit13: jax.Array | None = None
+    unit2: jax.Array | None = None
 
 
 def widen_weights(weights: ExpertWeights) -> WideWeights:
-    """FP4 weights of any layout as BF16 ones, for `local` and `mega_moe`."""
+    """FP4 weights of any layout as BF16 ones, for `local` and `mega_moe`.
+
+    4 * 2^126 and 6 * 2^127, which no finite weights of this library have, become infinite.
+    """
     weights = to_layout(weights, "canonical")
     return WideWeights(*dequantize_stacked(weights, jnp.bfloat16), weights.b13, weights.b2)
 
@@ -102,6 +109,10 @@ def _check_weights(weights, config: MegaMoEConfig, num_experts: int, where: str 
     check_array(weights.w2, "weights.w2", shape, ("bfloat16",), remedy, where=where)
     shapes = (num_experts, 2 * intermediate), (num_experts, hidden)
     check_biases(weights.b13, weights.b2, *shapes, where)
+    remedy = "leave out what widen_weights leaves out"
+    for name, unit, rows in zip(("unit13", "unit2"), weights[4:], shapes, strict=True):
+        if unit is not None:
+            check_array(unit, f"weights.{name}", rows, ("float32",), remedy, where=where)
 
 
 def _wide_weights(
@@ -110,7 +121,7 @@ def _wide_weights(
     _check_weights(weights, config, num_experts, where)
     if isinstance(weights, WideWeights):
         return weights
-    return widen_weights(crop_weights(weights, config))
+    return _in_units(crop_weights(weights, config))
 
 
 class Pool(NamedTuple):
@@ -245,6 +256,14 @@ def choose(
     return transport, gemm
 
 
+def _in_units(weights: ExpertWeights) -> WideWeights:
+    """`widen_weights`, with all weights finite: in units of their rows."""
+    w = to_layout(weights, "canonical")
+    w13, unit13 = quantize.widen_e2m1(quantize.unpack_e2m1(w.w13), w.w13_sf, jnp.bfloat16)
+    w2, unit2 = quantize.widen_e2m1(quantize.unpack_e2m1(w.w2), w.w2_sf, jnp.bfloat16)
+    return WideWeights(w13, w2, w.b13, w.b2, unit13, unit2)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _round_to_e4m3(x, group):
     """BF16 values of x after quantisation; the derivative is that of the identity."""
@@ -258,8 +277,8 @@ def _round_to_e4m3_jvp(group, primals, tangents):
 
 
 def _values(rows):
-    """BF16 values of dispatched rows, which are codes unless the layer is differentiable."""
-    return quantize.dequantize_e4m3(*rows, jnp.bfloat16) if isinstance(rows, tuple) else rows
+    """(BF16 values, units or None) of dispatched rows, which are codes unless x has a gradient."""
+    return quantize.widen_e4m3(*rows, jnp.bfloat16) if isinstance(rows, tuple) else (rows, None)
 
 
 def _wide(array):
@@ -483,17 +502,23 @@ def _blocked(rows, matrices, group_sizes, block_rows):
     return out.reshape(rows.shape[0], matrices.shape[1])
 
 
-def _row_biases(bias: jax.Array, pool: Pool) -> jax.Array:
-    """[E/R, N] biases -> [P, N], each row its expert's; zeros in rows of no expert."""
+def _of_rows(numbers: jax.Array, pool: Pool) -> jax.Array:
+    """[E/R, N] numbers of experts -> [P, N], each row its expert's; zeros in rows of no expert."""
     row = jnp.arange(pool.is_row.shape[0], dtype=jnp.int32)
     end = jnp.cumsum(pool.group_sizes)
     expert = _count_at_most(end, row)
-    return _take(bias, jnp.minimum(expert, bias.shape[0] - 1), pool.is_row)
+    return _take(numbers, jnp.minimum(expert, numbers.shape[0] - 1), pool.is_row)
 
 
 @jax.named_scope("linear1")
 def linear1(
-    pool: Pool, w13: jax.Array, b13: jax.Array | None = None, *, gemm: str, block_rows: int
+    pool: Pool,
+    w13: jax.Array,
+    b13: jax.Array | None = None,
+    unit13: jax.Array | None = None,
+    *,
+    gemm: str,
+    block_rows: int,
 ) -> jax.Array:
     """Gate and up projections.
 
@@ -501,13 +526,19 @@ def linear1(
       pool: what `dispatch` returned.
       w13: [E/R, 2I, H] bfloat16, gate rows first.
       b13: [E/R, 2I] float32 or None.
+      unit13: [E/R, 2I] float32 or None, see `WideWeights`.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, 2I] float32, gate channels first.
     """
-    sums = grouped_product(_values(pool.rows), w13, pool, gemm=gemm, block_rows=block_rows)
-    return sums if b13 is None else sums + _row_biases(b13, pool)
+    rows, units = _values(pool.rows)
+    sums = grouped_product(rows, w13, pool, gemm=gemm, block_rows=block_rows)
+    if unit13 is not None:
+        sums *= _of_rows(unit13, pool)
+    if units is not None:
+        sums *= units[:, None]
+    return sums if b13 is None else sums + _of_rows(b13, pool)
 
 
 @jax.named_scope("swiglu")
@@ -534,6 +565,7 @@ def linear2(
     pool: Pool,
     w2: jax.Array,
     b2: jax.Array | None = None,
+    unit2: jax.Array | None = None,
     *,
     gemm: str,
     block_rows: int,
@@ -545,14 +577,17 @@ def linear2(
       pool: what `dispatch` returned.
       w2: [E/R, H, I] bfloat16.
       b2: [E/R, H] float32 or None.
+      unit2: [E/R, H] float32 or None, see `WideWeights`.
       gemm, block_rows: see `grouped_product`.
 
     Returns:
       [P, H] bfloat16.
     """
     rows = grouped_product(acts, w2, pool, gemm=gemm, block_rows=block_rows)
+    if unit2 is not None:
+        rows *= _of_rows(unit2, pool)
     if b2 is not None:
-        rows += pool.topk_weights[:, None] * _row_biases(b2, pool)
+        rows += pool.topk_weights[:, None] * _of_rows(b2, pool)
     return rows.astype(jnp.bfloat16)
 
 
@@ -677,8 +712,8 @@ def local(
     if tokens == 0:  # T is the same on every rank, so no rank waits for another
         operands = jax.tree.leaves((x, topk_weights, wide))
         return _varying_like(jnp.zeros((*leading, config.hidden), jnp.bfloat16), *operands)
-    if differentiable:
-        rows = _round_to_e4m3(x, config.x_group) if straight_through else _values(rows)
+    if straight_through:
+        rows = _round_to_e4m3(x, config.x_group)
 
     tile = _block_rows(gemm, tokens, config, num_ranks)
     topk_weights = topk_weights.astype(jnp.float32)
@@ -692,9 +727,9 @@ def local(
         num_tokens=num_tokens,
         block_rows=tile if gemm == "blocked" else 1,
     )
-    gate_up = linear1(pool, wide.w13, wide.b13, gemm=gemm, block_rows=tile)
+    gate_up = linear1(pool, wide.w13, wide.b13, wide.unit13, gemm=gemm, block_rows=tile)
     acts = swiglu(gate_up, pool.topk_weights, config.activation, config.act_group)
-    returned = linear2(acts, pool, wide.w2, wide.b2, gemm=gemm, block_rows=tile)
+    returned = linear2(acts, pool, wide.w2, wide.b2, wide.unit2, gemm=gemm, block_rows=tile)
     y = combine(returned, pool, config, axis=axis, transport=transport)
     return y.reshape(*leading, config.hidden)
 

@@ -343,6 +343,83 @@ def test_zero_and_tiny_rows(layers, rng):
     assert np.linalg.norm(y[1] - truth) <= 2 * np.linalg.norm(plain - truth)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def everywhere(config, x, topk_weights, weights):
+    """[N, H] float64 of one token's experts, by each implementation on one rank."""
+    mesh, idx = mesh_of(1), jnp.zeros((1, 1), jnp.int32)
+    p = jnp.full((1, 1), topk_weights, jnp.float32)
+    with jmm.MegaMoE(config, mesh) as layer:
+        results = {"layer": layer(x, idx, p, layer.shard(weights))}
+    for differentiable in (False, True):
+        results[f"unfused, {differentiable}"] = jmm.unfused.mega_moe(
+            x, idx, p, weights, config, mesh, "ep", differentiable=differentiable
+        )
+    by_rank = jax.tree.map(lambda a: a[None], (x, idx, p))
+    results["reference"] = jmm.reference.mega_moe(*by_rank, weights, config)[0]
+    return {name: np.asarray(y, np.float64) for name, y in results.items()}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("byte", "code"), [(252, 7), (253, 5), (253, 6), (254, 2), (254, 7)])
+def test_weights_that_are_no_fp32_numbers(byte, code, swapped):
+    """6 * 2^127 times a small activation is one. `swapped`: in linear 1, where x is small."""
+    config = jmm.MegaMoEConfig(1, 1, 128, 128, 1)
+
+    def matrix(rows, code, byte):
+        return np.full((1, rows, 64), code * 0x11, np.uint8), np.full((1, rows, 4), byte, np.uint8)
+
+    # gate and up are g; linear 2 sums 128 of their products, rounded to E4M3.
+    if swapped:
+        first, second, x = (code, byte), (2, 127 - 7), 2.0**-120
+    else:
+        first, second, x = (2, 127 - 7 - 50), (code, byte), 1.0
+    weights = jmm.ExpertWeights(*matrix(256, *first), *matrix(128, *second))
+    g = 128 * x * E2M1[first[0]] * 2.0 ** (first[1] - 127)
+    act = g / (1 + np.exp(-g)) * g
+    exponent = np.floor(np.log2(act)) - 3
+    act = np.rint(act * 2.0**-exponent) * 2.0**exponent
+    want = 128 * act * E2M1[second[0]] * 2.0 ** (second[1] - 127)
+    assert 2.0**-120 < want < 2.0**120
+    for name, y in everywhere(config, jnp.full((1, 128), x, jnp.bfloat16), 1.0, weights).items():
+        # One to E4M3, where FP32 may fall on the other side of a rounding, and one to BF16.
+        assert (np.abs(y - want) <= 2.0**-3 * want).all(), name
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_largest_tokens_and_weights(granularity):
+    """BF16's largest number times zeros is zero, and times small weights a number."""
+    config = jmm.MegaMoEConfig(1, 1, 128, 128, 1, activation_granularity=granularity)
+    last = float(jnp.finfo(jnp.bfloat16).max)
+    x = jnp.full((1, 128), last, jnp.bfloat16)
+
+    def matrix(rows, code, byte):
+        return np.full((1, rows, 64), code * 0x11, np.uint8), np.full((1, rows, 4), byte, np.uint8)
+
+    zeros = jmm.ExpertWeights(*matrix(256, 0, 120), *matrix(128, 2, 120))
+    for name, y in everywhere(config, x, 1.0, zeros).items():
+        assert (y == 0).all(), name
+    small = jmm.ExpertWeights(*matrix(256, 2, 2), *matrix(128, 2, 120))
+    g = 128 * 240 * 2.0**120 * 2.0 ** (2 - 127)  # linear 2 sums 128 squares of it, times 2^-7
+    for name, y in everywhere(config, x, 2.0**-20, small).items():
+        want = g * g * 2.0**-20
+        assert (np.abs(y - want) <= 2.0**-3 * want).all(), name
+
+    dense = [np.full((1, 128, 128), 3.0e38, np.float32)] * 3
+    weights = jmm.quantize_weights(*dense)
+    for w in jmm.dequantize_weights(weights):
+        assert np.isfinite(np.asarray(w)).all() and float(w[0, 0, 0]) == 3 * 2.0**126
+    down = jmm.quantize_weights(np.full((1, 128, 128), 2.0**-7, np.float32), *[dense[0]] * 2)
+    down = dataclasses.replace(
+        down, w13=zeros.w13 | 0x22, w13_sf=np.full((1, 256, 4), 60, np.uint8)
+    )
+    act = (128 * 2.0 ** (60 - 127)) ** 2 / 2
+    want = 128 * act * 3 * 2.0**126
+    for name, y in everywhere(config, jnp.ones((1, 128), jnp.bfloat16), 1.0, down).items():
+        assert (np.abs(y - want) <= 2.0**-3 * want).all(), name
+
+
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -103,7 +103,10 @@ def oracle(x: np.ndarray, fmt: Format, group: int = 32) -> tuple[np.ndarray, np.
         members = amax[..., first : first + group // 32]
         members[...] = members.max(-1, keepdims=True)
     sf = oracle_sf(amax, fmt)
-    code = oracle_round(clean * 2.0 ** (127.0 - sf[..., None].astype(np.float64)), fmt)
+    scale = 2.0 ** (sf[..., None].astype(np.float64) - 127.0)
+    code = oracle_round(clean / scale, fmt)
+    # Values stay FP32 numbers: the last code below 2^128.
+    code = np.minimum(code, np.searchsorted(fmt.magnitudes, 2.0**128 / scale, side="left") - 1)
     if fmt.nan_code is not None:
         code = np.where(finite, code, fmt.nan_code)
     else:
@@ -192,6 +195,38 @@ def test_scale_examples(fmt, amax, byte):
 
 
 # Codes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fmt", "largest"), [(E4M3, 240 * 2.0**120), (E2M1, 3 * 2.0**126)])
+def test_values_stay_numbers_of_fp32(fmt, largest):
+    """The next code would stand for 2^128; the error keeps its bound."""
+    last = np.finfo(np.float32).max
+    x = np.zeros((5, 32), np.float32)
+    x[:, 3] = last, -last, 3.0e38, np.nextafter(np.float32(2.0**127), 0), 1.9375 * 2.0**127
+    values = np.asarray(fmt.dequantize(*fmt.quantize(x)), np.float64)
+    assert np.isfinite(values).all()
+    assert (values[:2, 3] == [largest, -largest]).all()
+    bound = 2.0**-4 if fmt is E4M3 else 0.25
+    assert (np.abs(values - x) <= bound * np.abs(x)).all()
+    assert_quantizes_like_oracle(x, fmt)
+
+
+@pytest.mark.parametrize(("fmt", "unit", "limit"), [(E4M3, 256, 247), (E2M1, 4, 253)])
+def test_widening_in_units(rng, fmt, unit, limit):
+    """Finite wherever codes and scales are; rows without such scales keep their bits."""
+    widen = quantize.widen_e4m3 if fmt is E4M3 else quantize.widen_e2m1
+    codes = rng.integers(0, fmt.sign_bit * 2, (200, 64), dtype=np.uint8)
+    codes[fmt.magnitudes.size <= codes % fmt.sign_bit] = 0
+    sf = rng.integers(limit - 4, 255, (200, 2), dtype=np.uint8)
+    sf[::3, 0] = rng.integers(20, 60, sf[::3, 0].shape)
+    values, units = (np.asarray(a) for a in widen(codes, sf))
+    assert np.isfinite(values).all()
+    np.testing.assert_array_equal(units, np.where((sf >= limit).any(-1), unit, 1))
+    assert set(units) == {1, unit}
+    exact = oracle_dequantize(codes, sf, fmt)
+    np.testing.assert_array_equal(values.astype(np.float64) * units[:, None], exact)
+    bf16 = np.asarray(widen(codes, sf, jnp.bfloat16)[0], np.float64)
+    np.testing.assert_array_equal(bf16 * units[:, None], exact)
 
 
 @both

@@ -62,8 +62,8 @@ Isa selected_isa() {
 }
 
 void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out,
-                Isa isa) {
-  kernels_of(isa)->widen_rows(codes, sf, num_rows, k, out);
+                float* units, Isa isa) {
+  kernels_of(isa)->widen_rows(codes, sf, num_rows, k, out, units);
 }
 
 void multiply_panels(const PanelProduct& product, Isa isa) { kernels_of(isa)->multiply(product); }

@@ -32,13 +32,15 @@ bool supports(Isa isa);
 // std::invalid_argument, in every call.
 Isa selected_isa();
 
-// Widens `num_rows` FP8 rows of `k` elements to FP32, scales applied (exact within FP32's range).
-// `out`: see row_offset().
+// Widens `num_rows` FP8 rows of `k` elements to FP32, scales applied: out * unit of the row, where
+// the unit is 1 unless the row has scales so large that its values could leave FP32's range. `out`:
+// see row_offset(); units[num_rows].
 void widen_rows(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out,
-                Isa isa = selected_isa());
+                float* units, Isa isa = selected_isa());
 
 struct PanelProduct {
-  const float* rows;  // what widen_rows() wrote
+  const float* rows;       // what widen_rows() wrote
+  const float* row_units;  // likewise
   uint32_t num_rows;
   uint32_t k;                // a multiple of 32
   const uint8_t* panels;     // [num_panels][k/2][16] E2M1 pairs
@@ -48,7 +50,8 @@ struct PanelProduct {
   float* scratch;  // [kScratchFloats]
 };
 
-// out = rows * panels^T. A row's result depends on that row and the weights alone, not on its
+// out = rows * panels^T. No product and no sum is infinite on the way unless it is 2^118 times what
+// FP32 holds. A row's result depends on that row and the weights alone, not on its
 // position or on its neighbours, nor on `isa` as long as all products are normal FP32 numbers.
 void multiply_panels(const PanelProduct& product, Isa isa = selected_isa());
 
@@ -56,7 +59,7 @@ void multiply_panels(const PanelProduct& product, Isa isa = selected_isa());
 struct Kernels {
   void (*multiply)(const PanelProduct&);
   void (*widen_rows)(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k,
-                     float* out);
+                     float* out, float* units);
 };
 extern const Kernels kPortableKernels;
 #if defined(__aarch64__)

@@ -58,6 +58,8 @@ JMM_INLINE void unrolled(const Fn& fn) {
 }
 #define JMM_EACH(index) [&](auto index) __attribute__((always_inline))
 
+constexpr uint32_t kMaxPanels = 4;  // side by side in a tile
+
 // The tile's place in the rows, the panels and the output.
 struct Tile {
   const float* rows;      // see row_offset()
@@ -67,7 +69,8 @@ struct Tile {
   const uint8_t* sf;      // likewise
   uint64_t codes_stride;  // from one panel to the next
   uint64_t sf_stride;
-  const float* weights;  // widened panels: [panel][kChunk][kPanel]
+  float fractions[kMaxPanels];  // of the panels' units: 1 / unit, see panel_unit()
+  const float* weights;         // widened panels: [panel][kChunk][kPanel]
   float* out;
   uint32_t out_stride;  // from one row to the next
 };
@@ -80,18 +83,38 @@ JMM_INLINE float half_scale(uint8_t byte) {
   return __builtin_bit_cast(float, bits);
 }
 
-JMM_INLINE void load_scales(const uint8_t* sf, Vec (&scales)[kVecs]) {
+// FP32 ends below 2^128, but 4 * 2^126 and 6 * 2^127 are weights, and 448 * 2^127 is an activation.
+// A panel or a row that has such values is widened in another unit, a power of two by which its
+// sums are multiplied in the end: what is finite then stays finite on the way. In all others the
+// unit is one, so no bit changes.
+constexpr float kPanelUnit = 4, kRowUnit = 256;
+JMM_INLINE uint32_t max_byte(const uint8_t* bytes, uint64_t length) {
+  uint32_t largest = 0;
+  for (uint64_t i = 0; i < length; ++i) largest = bytes[i] > largest ? bytes[i] : largest;
+  return largest;
+}
+JMM_INLINE float panel_unit(const uint8_t* sf, uint64_t length) {
+  return max_byte(sf, length) >= 253 ? kPanelUnit : 1.0f;  // 3 * 2^(252 - 127) * 2 is finite
+}
+JMM_INLINE float row_unit(const uint8_t* sf, uint64_t length) {
+  return max_byte(sf, length) >= 247 ? kRowUnit : 1.0f;  // 448 * 2^(246 - 127) is finite
+}
+
+JMM_INLINE void load_scales(const uint8_t* sf, const float& fraction, Vec (&scales)[kVecs]) {
   alignas(64) float scale[kPanel];
   for (uint32_t i = 0; i < kPanel; ++i) scale[i] = half_scale(sf[i]);
-  unrolled<kVecs>(JMM_EACH(v) { scales[v.value] = Lanes::load(scale + v.value * Lanes::kLanes); });
+  const Vec factor = Lanes::broadcast(&fraction);
+  unrolled<kVecs>(JMM_EACH(v) {
+    scales[v.value] = Lanes::multiply(Lanes::load(scale + v.value * Lanes::kLanes), factor);
+  });
 }
 
 // Widens `length` columns of one panel to weights[length][kPanel].
 JMM_INLINE void widen_panel(const uint8_t* codes, const uint8_t* sf, uint32_t length,
-                            float* weights) {
+                            const float& fraction, float* weights) {
   for (uint32_t k = 0; k < length; k += kGroup, sf += kPanel) {
     Vec scales[kVecs];
-    load_scales(sf, scales);
+    load_scales(sf, fraction, scales);
     for (uint32_t pair = 0; pair < kGroup / 2; ++pair) {
       Vec low[kVecs], high[kVecs];
       Lanes::widen(codes, low, high);
@@ -168,7 +191,9 @@ JMM_INLINE void multiply_tile_fused(const Tile& tile) {
   const uint8_t* sf = tile.sf;
   for (uint32_t k = 0; k < tile.length; k += kGroup, sf += kPanel) {
     Vec scales[kPanels][kVecs];
-    unrolled<kPanels>(JMM_EACH(p) { load_scales(sf + p.value * tile.sf_stride, scales[p.value]); });
+    unrolled<kPanels>(JMM_EACH(p) {
+      load_scales(sf + p.value * tile.sf_stride, tile.fractions[p.value], scales[p.value]);
+    });
     for (uint32_t segment = 0; segment < kGroup / kRowSegment; ++segment) {
 #pragma GCC unroll 1
       for (uint32_t j = 0; j < kRowSegment; j += 2, codes += kPanel) {
@@ -236,12 +261,22 @@ constexpr TileFn kNarrowTiles[] = {JMM_HEIGHTS(JMM_NARROW_NAME)};
 constexpr TileFn kFused[] = {JMM_HEIGHTS(JMM_FUSED_NAME)};
 constexpr TileFn kNarrowFused[] = {JMM_HEIGHTS(JMM_NARROW_FUSED_NAME)};
 constexpr uint32_t kTileRows = sizeof(kTiles) / sizeof(kTiles[0]);
-static_assert(kTileRows == JMM_TILE_ROWS);
+static_assert(kTileRows == JMM_TILE_ROWS && Lanes::kTilePanels <= kMaxPanels);
 
 JMM_KERNEL void widen_columns(const Tile& tile, uint32_t num_panels, float* weights) {
   for (uint32_t p = 0; p < num_panels; ++p) {
     widen_panel(tile.codes + p * tile.codes_stride, tile.sf + p * tile.sf_stride, tile.length,
-                weights + p * kChunk * kPanel);
+                tile.fractions[p], weights + p * kChunk * kPanel);
+  }
+}
+
+// Multiplies the sums of one panel by its unit and by those of the rows.
+JMM_INLINE void apply_units(const PanelProduct& product, float unit, uint32_t panel) {
+  float* out = product.out + panel * kPanel;
+  for (uint32_t row = 0; row < product.num_rows; ++row, out += product.num_panels * kPanel) {
+    const float factor = unit * product.row_units[row];
+    if (factor == 1) continue;
+    for (uint32_t i = 0; i < kPanel; ++i) out[i] *= factor;
   }
 }
 
@@ -265,6 +300,11 @@ void multiply_all(const PanelProduct& product) {
   const uint32_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   for (uint32_t panel = 0, panels; panel < product.num_panels; panel += panels) {
     panels = product.num_panels - panel < width ? 1 : width;
+    float units[kMaxPanels];
+    for (uint32_t p = 0; p < panels; ++p) {
+      units[p] = panel_unit(product.panels_sf + (panel + p) * tile.sf_stride, tile.sf_stride);
+      tile.fractions[p] = 1 / units[p];
+    }
     for (uint32_t k0 = 0; k0 < k; k0 += kChunk) {
       tile.length = k - k0 < kChunk ? k - k0 : kChunk;
       tile.codes = product.panels + panel * tile.codes_stride + uint64_t{k0} / 2 * kPanel;
@@ -280,6 +320,7 @@ void multiply_all(const PanelProduct& product) {
         row += height;
       }
     }
+    for (uint32_t p = 0; p < panels; ++p) apply_units(product, units[p], panel + p);
   }
 }
 
@@ -296,10 +337,13 @@ JMM_INLINE float e4m3_value(uint8_t code) {
 }
 
 // See widen_rows().
-void widen_all(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out) {
+void widen_all(const uint8_t* codes, const uint8_t* sf, uint32_t num_rows, uint32_t k, float* out,
+               float* units) {
   for (uint32_t row = 0; row < num_rows; ++row) {
+    units[row] = row_unit(sf, k / kGroup);
+    const float fraction = 2 / units[row];
     for (uint32_t first = 0; first < k; first += kGroup, ++sf) {
-      const float scale = 2 * half_scale(*sf);
+      const float scale = fraction * half_scale(*sf);
       for (uint32_t segment = 0; segment < kGroup; segment += kRowSegment) {
         float* to = out + row_offset(num_rows, row, first + segment);
         for (uint32_t i = 0; i < kRowSegment; ++i) to[i] = e4m3_value(codes[i]) * scale;

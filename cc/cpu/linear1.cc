@@ -19,14 +19,14 @@ bool linear1(const RankView& view, const Block& block, MathWorker& worker) {
     const uint64_t first_row = uint64_t{ring.slot} * shape.block_m;
     widen_rows(view.local<Region::l1_acts>() + first_row * k,
                view.local<Region::l1_acts_sf>() + first_row * (k / kSfGroup), block.valid_m,
-               shape.hidden, worker.rows.data());
+               shape.hidden, worker.rows.data(), worker.row_units.data());
     worker.rows_phase = block.phase;
     worker.rows_pool_block = block.pool_block;
   }
   constexpr uint32_t kPanels = kL1ItemRows / kPanel;
   const uint64_t items = shape.linear1_n_blocks() / kL1ItemBlocks;
   const uint64_t first_panel = (block.expert * items + block.n_block) * kPanels;
-  multiply_panels({worker.rows.data(), block.valid_m, shape.hidden,
+  multiply_panels({worker.rows.data(), worker.row_units.data(), block.valid_m, shape.hidden,
                    view.args.w13 + first_panel * (k / 2) * kPanel,
                    view.args.w13_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
                    worker.accumulator.data(), worker.weights.data()});

@@ -19,14 +19,14 @@ bool linear2(const RankView& view, const Block& block, MathWorker& worker) {
     const uint64_t first_row = uint64_t{ring.slot} * shape.block_m;
     widen_rows(view.local<Region::l2_acts>() + first_row * k,
                view.local<Region::l2_acts_sf>() + first_row * (k / kSfGroup), block.valid_m,
-               shape.intermediate, worker.rows.data());
+               shape.intermediate, worker.rows.data(), worker.row_units.data());
     worker.rows_phase = block.phase;
     worker.rows_pool_block = block.pool_block;
   }
   constexpr uint32_t kPanels = kBlockN / kPanel;
   const uint64_t first_panel =
       (uint64_t{block.expert} * shape.linear2_n_blocks() + block.n_block) * kPanels;
-  multiply_panels({worker.rows.data(), block.valid_m, shape.intermediate,
+  multiply_panels({worker.rows.data(), worker.row_units.data(), block.valid_m, shape.intermediate,
                    view.args.w2 + first_panel * (k / 2) * kPanel,
                    view.args.w2_sf + first_panel * (k / kSfGroup) * kPanel, kPanels,
                    worker.accumulator.data(), worker.weights.data()});

@@ -12,6 +12,7 @@ namespace jax_megamoe::cpu {
 
 struct MathWorker {
   std::vector<float> rows;         // widened activations of one M-block, see row_offset()
+  std::vector<float> row_units;    // of `rows`
   std::vector<float> accumulator;  // [block_m][kL1ItemRows], or [block_m][kBlockN] in linear 2
   std::vector<float> weights;      // widened panels, of multiply_panels()
 
@@ -21,6 +22,7 @@ struct MathWorker {
 
   explicit MathWorker(const MoeShape& shape)
       : rows(uint64_t{shape.block_m} * max_of(shape.hidden, shape.intermediate)),
+        row_units(shape.block_m),
         accumulator(uint64_t{shape.block_m} * kL1ItemRows),
         weights(kScratchFloats) {}
 

@@ -134,6 +134,8 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
     if (!inside) continue;
     const uint8_t sf = sf_e4m3(amax);
     const float reciprocal = ue8m0_reciprocal(sf);
+    // The conversion of the tensor cores knows nothing of the one scale with fewer codes.
+    finite &= largest_e4m3(reciprocal) == 0x7E;
     uint8_t* out = codes + group * kSfGroup;
     if (finite) {
       uint4* target = reinterpret_cast<uint4*>(out);

@@ -70,6 +70,11 @@ JMM_HD float ue8m0_reciprocal(uint8_t byte) {
   return bits_float(byte == 254 ? 0x00400000u : (254u - byte) << 23);
 }
 
+// Largest codes whose values are FP32 numbers, by the scale's reciprocal: those of FP32's largest
+// numbers would round up to 2^128 with the next code.
+JMM_HD uint32_t largest_e4m3(float reciprocal) { return reciprocal == 0x1p-120f ? 0x77u : 0x7Eu; }
+JMM_HD uint32_t largest_e2m1(float reciprocal) { return reciprocal == 0x1p-126f ? 5u : 7u; }
+
 // E4M3 code of value * reciprocal. The product is exact unless it is below 2^-126, where the code
 // is zero either way. |product| <= 448 by the choice of the scale.
 JMM_HD uint8_t e4m3_from_float(float value, float reciprocal) {
@@ -80,7 +85,8 @@ JMM_HD uint8_t e4m3_from_float(float value, float reciprocal) {
   const uint32_t normal = ((magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
   // Below 2^-6 codes count multiples of 2^-9, which is the unit in the last place of 2^14.
   const uint32_t subnormal = float_bits(bits_float(magnitude) + 16384.0f) - float_bits(16384.0f);
-  const uint32_t finite = magnitude < 0x3C800000u ? subnormal : normal;
+  const uint32_t finite =
+      min_of(magnitude < 0x3C800000u ? subnormal : normal, largest_e4m3(reciprocal));
   const uint32_t code = (float_bits(value) & kAbsMask) >= kInfBits ? kE4m3Nan : finite;
   return static_cast<uint8_t>(code | ((bits >> 24) & 0x80u));
 }
@@ -103,7 +109,8 @@ JMM_HD uint8_t e2m1_from_float(float value, float reciprocal) {
   // Below 1 codes count multiples of 2^-1, the unit in the last place of 2^22.
   const uint32_t subnormal =
       float_bits(bits_float(magnitude) + 4194304.0f) - float_bits(4194304.0f);
-  const uint32_t finite = magnitude < 0x3F800000u ? subnormal : normal;
+  const uint32_t finite =
+      min_of(magnitude < 0x3F800000u ? subnormal : normal, largest_e2m1(reciprocal));
   const uint32_t code = (float_bits(value) & kAbsMask) >= kInfBits ? 0 : finite;
   return static_cast<uint8_t>(code | ((float_bits(value) >> 28) & 8u));
 }
