@@ -88,8 +88,8 @@ JMM_INLINE float half_scale(uint8_t byte) {
 // sums are multiplied in the end: what is finite then stays finite on the way. In all others the
 // unit is one, so no bit changes.
 constexpr float kPanelUnit = 4, kRowUnit = 256;
-JMM_INLINE uint32_t max_byte(const uint8_t* bytes, uint64_t length) {
-  uint32_t largest = 0;
+JMM_INLINE uint8_t max_byte(const uint8_t* bytes, uint64_t length) {
+  uint8_t largest = 0;
   for (uint64_t i = 0; i < length; ++i) largest = bytes[i] > largest ? bytes[i] : largest;
   return largest;
 }
