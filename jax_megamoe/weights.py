@@ -40,6 +40,11 @@ _EXPONENT_BITS = {"sm90_fp8": 4, "sm90_bf16": 8}
 #: sm90_bf16: 2^-d times an E2M1 value is a BF16 value, denormal perhaps, for d up to 132: 0.5 and
 #: 1.5 are whole multiples of 2^-1, and BF16 ends at 2^-133. The code 0 says zeros.
 MAX_SPREAD = {"sm90_fp8": 14, "sm90_bf16": 132}
+#: GPU layout -> smallest and largest base of a row. Sums are taken in units of it, and only then is
+#: it applied. sm90_bf16: sums have the activations' own size, so units below one would make sums of
+#: large ones infinite. sm90_fp8: sums are those of codes, below 2^38 for any width; times
+#: 2^(223 - 127 - 6) they are finite, and the token's scale follows after that.
+BASES = {"sm90_fp8": (1, 223), "sm90_bf16": (127, 254)}
 
 _BYTES = ("uint8",)
 
@@ -463,10 +468,14 @@ def _fold_scales(packed, sf, layout):
     A row that cannot be folded gets base 255, so that its results are NaN and not wrong.
     """
     nonzero = _nonzero_groups(packed)
+    smallest, largest = BASES[layout]
     base = jnp.max(jnp.where(nonzero, sf, 0), axis=-1, keepdims=True)
+    too_large = base > largest
+    base = jnp.maximum(base, jnp.uint8(smallest))
     base = jnp.where(jnp.any(nonzero, axis=-1, keepdims=True), base, jnp.uint8(1))
     below = jnp.where(nonzero, base - sf, 0)
     bad = jnp.any((sf == quantize.UE8M0_NAN) | (below > MAX_SPREAD[layout]), axis=-1, keepdims=True)
+    bad |= too_large
     if layout == "sm90_fp8":
         exponents = jnp.where(nonzero, below, jnp.uint8(15))
         exponents = jnp.where(bad, jnp.uint8(0), exponents)
@@ -644,21 +653,38 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
     """Checks that the scales of `weights` can be written in `layout`, which only some limit.
 
     A GPU layout keeps one scale per row and, for each group of 32, how many binades below it the
-    group is: at most `MAX_SPREAD`. Groups of zeros do not count. Tracers are not looked at.
+    group is: at most `MAX_SPREAD`. The row's is at most the larger one of `BASES`. Groups of zeros
+    do not count. Tracers are not looked at.
 
     Args:
       weights: concrete arrays of any layout, sharded or not.
       layout: where they are to go.
 
     Raises:
-      MegaMoEError: a NaN scale (byte 255), or a row whose scales are too far apart; it names
-        tensor, expert, row and spread.
+      MegaMoEError: a NaN scale (byte 255), a row whose scales are too far apart, or one whose scale
+        is too large; it names tensor, expert, row and what was found.
     """
     if layout not in MAX_SPREAD or any(
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)
     ):
         return
     _check_spreads(weights, layout, MAX_SPREAD[layout])
+    most = BASES[layout][1]
+    if most == quantize.SF_MAX:
+        return
+    largest_scales = map(np.asarray, _scales_of_rows(weights)[0])
+    for name, largest in zip(("w13", "w2"), largest_scales, strict=True):
+        if (largest <= most).all():
+            continue
+        expert, row = map(int, np.unravel_index(np.argmax(largest), largest.shape))
+        check(
+            False,
+            _name_row(name, expert, row, largest.shape[1]),
+            got=f"a scale of 2^{int(largest[expert, row]) - 127} "
+            f"({np.count_nonzero(largest > most)} of {largest.size} rows are too large)",
+            want=f"at most 2^{most - 127} for layout {layout!r}",
+            remedy="use activation_granularity=32, whose layout has no such limit",
+        )
 
 
 def check_finite_scales(weights: ExpertWeights) -> None:
@@ -684,17 +710,15 @@ def _has_nan_scales(*scales: jax.Array) -> jax.Array:
 
 
 def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
-    spreads = _spreads(weights)
+    _, spreads = _scales_of_rows(weights)
     remedy = "look at the source of these weights"
     if layout == "sm90_fp8":
         remedy = "use activation_granularity=32, whose layout has no such limit"
     for name, spread in zip(("w13", "w2"), map(np.asarray, spreads), strict=True):
         if (spread <= limit).all():
             continue
-        expert, row = np.unravel_index(np.argmax(spread), spread.shape)
-        half = spread.shape[1] // 2
-        kind = "row" if name == "w2" else "gate row" if row < half else "up row"
-        operand = f"weights.{name}, expert {expert}, {kind} {row % half if name == 'w13' else row}"
+        expert, row = map(int, np.unravel_index(np.argmax(spread), spread.shape))
+        operand = _name_row(name, expert, row, spread.shape[1])
         check(
             spread[expert, row] != quantize.UE8M0_NAN,
             operand,
@@ -712,19 +736,30 @@ def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
         )
 
 
-@jax.jit
-def _spreads(weights: ExpertWeights) -> tuple[jax.Array, jax.Array]:
-    """(w13 [E, 2I], w2 [E, H]) uint8: binades between a row's scales; 255 if one is NaN."""
+def _name_row(name: str, expert: int, row: int, num_rows: int) -> str:
+    half = num_rows // 2
+    kind = "row" if name == "w2" else "gate row" if row < half else "up row"
+    return f"weights.{name}, expert {expert}, {kind} {row % half if name == 'w13' else row}"
 
-    def spread(packed, sf):
+
+@jax.jit
+def _scales_of_rows(weights: ExpertWeights) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """(largest scale byte, binades between scales), each (w13 [E, 2I], w2 [E, H]) uint8.
+
+    Groups of zeros do not count. The latter is 255 where a scale is NaN.
+    """
+
+    def scales(packed, sf):
         nonzero = _nonzero_groups(packed)
         largest = jnp.max(jnp.where(nonzero, sf, 0), axis=-1)
         smallest = jnp.min(jnp.where(nonzero, sf, 255), axis=-1)
         difference = jnp.where(jnp.any(nonzero, axis=-1), largest - smallest, 0)
-        return jnp.where(jnp.any(sf == quantize.UE8M0_NAN, axis=-1), jnp.uint8(255), difference)
+        nan = jnp.any(sf == quantize.UE8M0_NAN, axis=-1)
+        return largest, jnp.where(nan, jnp.uint8(quantize.UE8M0_NAN), difference)
 
     w = _LAYOUTS[weights.layout][1](weights)
-    return spread(w.w13, w.w13_sf), spread(w.w2, w.w2_sf)
+    (largest13, spread13), (largest2, spread2) = scales(w.w13, w.w13_sf), scales(w.w2, w.w2_sf)
+    return (largest13, largest2), (spread13, spread2)
 
 
 def check_weights(

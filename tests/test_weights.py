@@ -40,16 +40,18 @@ def random_bytes(rng, num_experts=EXPERTS, intermediate=INTER, hidden=HIDDEN) ->
     )
 
 
-def foldable_bytes(rng, num_experts=EXPERTS, intermediate=INTER, hidden=HIDDEN, spread=14):
-    """Canonical weights that every layout holds: scales of a row at most `spread` binades apart,
-    groups of zeros of both signs with scale byte 1, rows of zeros."""
+def foldable_bytes(
+    rng, num_experts=EXPERTS, intermediate=INTER, hidden=HIDDEN, spread=14, most=223
+):
+    """Canonical weights that every layout holds: scales of a row at most `spread` binades apart and
+    at most `most`, groups of zeros of both signs with scale byte 1, rows of zeros."""
 
     def draw(rows, columns):
         codes = rng.integers(0, 256, (num_experts, rows, columns // 32, 16), dtype=np.uint8)
         zeros = rng.random(codes.shape[:-1]) < 0.2
         zeros |= (rng.random((num_experts, rows)) < 0.1)[..., None]
         codes[zeros] &= 0x88
-        top = rng.integers(spread, 255, (num_experts, rows, 1))
+        top = rng.integers(spread, most + 1, (num_experts, rows, 1))
         sf = top - rng.integers(0, spread + 1, zeros.shape)
         sf[zeros | ~((codes & 0x77) != 0).any(axis=-1)] = 1
         packed = codes.reshape(num_experts, rows, columns // 2)
@@ -339,7 +341,8 @@ def test_words_use_every_bit_once(layout):
 )
 def test_kernel_sees_the_canonical_values(layout, spread):
     intermediate, hidden = 256, 384
-    w = foldable_bytes(np.random.default_rng(20), 2, intermediate, hidden, spread)
+    most = weights.BASES[layout][1]
+    w = foldable_bytes(np.random.default_rng(20), 2, intermediate, hidden, spread, most)
     moved = weights.to_layout(w, layout)
     chunk = 8192 + (256 if layout == "sm90_fp8" else 512)
     assert weights.gpu_chunk_bytes(layout) == chunk
@@ -366,7 +369,9 @@ def test_bases_are_the_largest_scale_that_counts(layout):
     sf[0, 4, :] = (100, 200, 99, 98)
     packed[0, 4, 32:] = 0x77
     moved = weights.to_layout(dataclasses.replace(w, w2=packed, w2_sf=sf), layout)
-    assert moved.w2_sf[0, 3] == 1 and moved.w2_sf[0, 4] == 100
+    assert moved.w2_sf[0, 3] == 1
+    # Sums of BF16 activations are in units of it: not smaller than one.
+    assert moved.w2_sf[0, 4] == (100 if layout == "sm90_fp8" else 127)
     back = weights.to_layout(moved, "canonical")
     np.testing.assert_array_equal(back.w2, packed)
     assert back.w2_sf[0, 3].tolist() == [1, 1, 1, 1]  # the quantiser's scale for zeros
@@ -391,7 +396,8 @@ def test_any_bytes_keep_their_values_or_become_nan(layout):
         nonzero = ((groups & 0x77) != 0).any(axis=-1)
         spread = np.where(nonzero, sf, 0).max(-1) - np.where(nonzero, sf, 256).min(-1)
         limit = {"sm90_fp8": 14, "sm90_bf16": 132}[layout]
-        nan = (sf == 255).any(-1) | (spread > limit)
+        largest = np.where(nonzero, sf, 0).max(-1)
+        nan = (sf == 255).any(-1) | (spread > limit) | (largest > weights.BASES[layout][1])
         assert nan.any()  # rows of both kinds; linear 1's of the FP8 layout are all too wide
         want = np.where(nonzero, sf, 1)
         want[nan] = 255
@@ -429,6 +435,11 @@ def test_what_cannot_be_folded_is_refused_or_nan(layout):
     back = weights.to_layout(weights.to_layout(widest, layout), "canonical")
     assert back.w2_sf[1, 9, :2].tolist() == [limit + 1, 1]
 
+    too_large = []
+    if layout == "sm90_fp8":
+        weights.check_foldable(with_scales("w2", 9, (223, 220)), layout)
+        text = "a scale of 2^97 (1 of "
+        too_large = [("w2", 9, (224, 223), "weights.w2, expert 1, row 9", text)]
     too_wide = f"2^{limit + 1} apart (1 of "
     remedy = "activation_granularity=32" if layout == "sm90_fp8" else "source of these weights"
     for name, row, scales, operand, got in (
@@ -436,6 +447,7 @@ def test_what_cannot_be_folded_is_refused_or_nan(layout):
         ("w13", 9, (limit + 2, 1), "weights.w13, expert 1, gate row 9", too_wide),
         ("w13", INTER + 9, (1, limit + 2), "weights.w13, expert 1, up row 9", too_wide),
         ("w2", 9, (255,), "weights.w2, expert 1, row 9", "scale byte 255, a NaN"),
+        *too_large,
     ):
         w = with_scales(name, row, scales)
         want_remedy = "source of these weights" if 255 in scales else remedy
@@ -453,6 +465,16 @@ def test_what_cannot_be_folded_is_refused_or_nan(layout):
         assert np.isnan(values).sum() == values.shape[-1]
         interleaved = np.flatnonzero(all_rows(2 * INTER) == row)[0] if name == "w13" else row
         assert getattr(traced, f"{name}_sf")[1, interleaved] == 255
+
+
+def test_bases_keep_sums_finite():
+    """By the largest and smallest numbers that a kernel adds up, before scales are applied."""
+    widest = 2**20  # MAX_SIZE, elements of a sum
+    smallest, largest = weights.BASES["sm90_fp8"]
+    codes = 448 * (6 * 2**6)  # of an activation, of a weight in the largest scale of its row
+    assert codes * widest * 2.0 ** (largest - 127 - 6) < 2.0**128 and smallest == 1
+    # BF16: a weight in units of its row's base is at most the weight itself, or at most 6.
+    assert weights.BASES["sm90_bf16"] == (127, 254)
 
 
 def test_layouts_of_sharded_weights():
