@@ -4,6 +4,10 @@ import os
 
 # Workers of one run share the GPUs: none may take most of the memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Most of the suite's time is XLA compiling programs that run once: let it optimise less.
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    level = "--xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {level}".strip()
 
 import jax
 import numpy as np
