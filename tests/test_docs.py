@@ -136,7 +136,7 @@ def parse_only(monkeypatch, program: list[str], module: bool) -> None:
     except Parsed:
         return
     except SystemExit as end:
-        if end.code == 0 and "--help" in program:
+        if end.code == 0 and {"--help", "--version"} & set(program):
             return
         raise AssertionError(f"{shlex.join(program)}: not understood, exit {end.code}") from end
     raise AssertionError(f"{program[0]} ran to its end without parsing options")
