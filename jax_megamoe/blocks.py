@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import as_array, check, check_array, describe, narrow_ids, to_float
-from jax_megamoe.layer import MegaMoE
-from jax_megamoe.operands import PER_RANK, check_rows, flatten_leading
+from jax_megamoe.layer import MegaMoE, MoEStats
+from jax_megamoe.operands import PER_RANK, Operand, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
 from jax_megamoe.weights import ExpertWeights, check_weights
 
@@ -314,15 +314,48 @@ class MoEBlock:
         replicated = NamedSharding(self.layer.mesh, P())
         return BlockWeights(experts, *jax.device_put(weights[1:], replicated))
 
+    @overload
     def __call__(
         self,
-        x: jax.Array,
+        x: Operand,
         weights: BlockWeights,
         *,
-        token_ids: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: Literal[False] = ...,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Operand,
+        weights: BlockWeights,
+        *,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: Literal[True],
+    ) -> tuple[jax.Array, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Operand,
+        weights: BlockWeights,
+        *,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEStats]: ...
+
+    def __call__(
+        self,
+        x: Any,
+        weights: BlockWeights,
+        *,
+        token_ids: Any = None,
+        mask: Any = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEStats]:
         """Runs the block on global arrays; their first axis is sharded over `token_axes`.
 
         Args:
@@ -376,15 +409,48 @@ class MoEBlock:
         call = _global_call(self._site, mesh, token_axes, bool(return_stats))
         return call(x, BlockWeights(*parts), token_ids, mask)
 
+    @overload
     def local(
         self,
-        x: jax.Array,
+        x: Operand,
         weights: BlockWeights,
         *,
-        token_ids: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: Literal[False] = ...,
+    ) -> jax.Array: ...
+
+    @overload
+    def local(
+        self,
+        x: Operand,
+        weights: BlockWeights,
+        *,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: Literal[True],
+    ) -> tuple[jax.Array, MoEStats]: ...
+
+    @overload
+    def local(
+        self,
+        x: Operand,
+        weights: BlockWeights,
+        *,
+        token_ids: Operand | None = ...,
+        mask: Operand | None = ...,
+        return_stats: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEStats]: ...
+
+    def local(
+        self,
+        x: Any,
+        weights: BlockWeights,
+        *,
+        token_ids: Any = None,
+        mask: Any = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEStats]:
         """One rank's part, for use inside `jax.shard_map` over the block's mesh.
 
         Args, Returns, Raises: as `__call__` for this rank's tokens only, weights.experts with E/R

@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+#: Whatever `is_array` holds for one.
+Array = jax.Array | np.ndarray
+
 
 class MegaMoEError(ValueError):
     """A mistake in shapes, dtypes, ranges or meshes, found before anything runs."""

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jax_megamoe.errors import check, check_array, describe, is_array, narrow_id
 from jax_megamoe.failures import check_failures
 from jax_megamoe.operands import (
     PER_RANK,
+    Operand,
+    Tokens,
     as_operand,
     axis_size,
     check_first_axis,
@@ -42,9 +44,6 @@ from jax_megamoe.symmetric import (
     plan_buffer,
 )
 from jax_megamoe.weights import ExpertWeights
-
-#: BF16 tokens, or a pair (E4M3 codes [..., H], UE8M0 scales [..., H/32]).
-Tokens = jax.Array | tuple[jax.Array, jax.Array]
 
 
 @functools.partial(
@@ -272,16 +271,52 @@ class MegaMoE:
         # Placed first, so that every device permutes its own experts only.
         return _converter(self.config, self._site.layout, self.mesh, self.axis)(weights)
 
+    @overload
     def __call__(
         self,
         x: Tokens,
-        topk_idx: jax.Array,
-        topk_weights: jax.Array,
+        topk_idx: Operand,
+        topk_weights: Operand,
         weights: ExpertWeights,
         *,
-        num_tokens: jax.Array | None = None,
+        num_tokens: Operand | None = ...,
+        return_stats: Literal[False] = ...,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: Operand | None = ...,
+        return_stats: Literal[True],
+    ) -> tuple[jax.Array, MoEStats]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: Operand | None = ...,
+        return_stats: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEStats]: ...
+
+    def __call__(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: Operand | None = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEStats]:
         """Runs the layer on global arrays; their first axis is sharded over `token_axes`.
 
         Args:
@@ -373,16 +408,52 @@ class MegaMoE:
         weights_lib.check_weights(weights, self.config, self.config.num_experts)
         check_layout(weights, self._site.layout)
 
+    @overload
     def local(
         self,
         x: Tokens,
-        topk_idx: jax.Array,
-        topk_weights: jax.Array,
+        topk_idx: Operand,
+        topk_weights: Operand,
         weights: ExpertWeights,
         *,
-        num_tokens: jax.Array | None = None,
+        num_tokens: int | Operand | None = ...,
+        return_stats: Literal[False] = ...,
+    ) -> jax.Array: ...
+
+    @overload
+    def local(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: int | Operand | None = ...,
+        return_stats: Literal[True],
+    ) -> tuple[jax.Array, MoEStats]: ...
+
+    @overload
+    def local(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: int | Operand | None = ...,
+        return_stats: bool,
+    ) -> jax.Array | tuple[jax.Array, MoEStats]: ...
+
+    def local(
+        self,
+        x: Tokens,
+        topk_idx: Operand,
+        topk_weights: Operand,
+        weights: ExpertWeights,
+        *,
+        num_tokens: int | Operand | None = None,
         return_stats: bool = False,
-    ) -> Any:
+    ) -> jax.Array | tuple[jax.Array, MoEStats]:
         """One rank's part, for use inside `jax.shard_map` over the layer's mesh.
 
         Every rank of the axis has to make the call, with tokens or without. Further mesh axes may

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.errors import (
+    Array,
     as_array,
     check,
     check_array,
@@ -19,6 +20,18 @@ from jax_megamoe.errors import (
     refuse,
     spell_shape,
 )
+
+
+class StandsForArray(Protocol):
+    """An object with an array behind it, such as a parameter of Flax."""
+
+    def __jax_array__(self) -> jax.Array: ...
+
+
+#: What the layer takes for an array.
+Operand = Array | StandsForArray
+#: BF16 tokens, or a pair (E4M3 codes [..., H], UE8M0 scales [..., H/32]).
+Tokens = Operand | tuple[Operand, Operand]
 
 #: What messages add to shapes that a rank sees inside shard_map.
 PER_RANK = " on each rank"

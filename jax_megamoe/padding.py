@@ -13,8 +13,6 @@ from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.weights import ExpertWeights, to_layout
 
-Tokens = jax.Array | tuple[jax.Array, jax.Array]
-
 
 def pad_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights:
     """Canonical weights of the padded widths: zero codes, with the scale byte of a block of zeros.
@@ -81,7 +79,9 @@ def crop_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights
     )
 
 
-def pad_tokens(x: Tokens, config: MegaMoEConfig) -> Tokens:
+def pad_tokens(
+    x: jax.Array | tuple[jax.Array, jax.Array], config: MegaMoEConfig
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """x [T, H] bfloat16, or a pair of codes [T, H] and sf [T, H/32] uint8, with H padded."""
     columns = config.padded_hidden - config.hidden
     if columns == 0:

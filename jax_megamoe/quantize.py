@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_megamoe.config import GRANULARITIES, SF_GROUP
-from jax_megamoe.errors import check, check_array, describe, is_array
+from jax_megamoe.errors import Array, check, check_array, describe, is_array
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -135,7 +135,7 @@ def _over_groups(per_block, group, reduce):
     return jnp.repeat(reduce(groups, axis=-1), size, axis=-1)[..., :blocks]
 
 
-def check_group_scales(sf: jax.Array, group: int | str, operand: str) -> None:
+def check_group_scales(sf: Array, group: int | str, operand: str) -> None:
     """Checks that the scales of quantised activations are equal within each group.
 
     Args:
@@ -208,7 +208,7 @@ def _round_scaled(bits, sf, *, mantissa_bits, min_exponent, max_code):
     return jnp.where(magnitude == 0, 0, jnp.minimum(code, max_code))
 
 
-def quantize_e4m3(x: jax.Array, group: int | str = SF_GROUP) -> tuple[jax.Array, jax.Array]:
+def quantize_e4m3(x: Array, group: int | str = SF_GROUP) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E4M3 with one UE8M0 scale per `group` elements.
 
     Args:
@@ -237,7 +237,7 @@ def _quantize_e4m3(x, group):
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
-def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
+def dequantize_e4m3(codes: Array, sf: Array, dtype=jnp.float32) -> jax.Array:
     """Values of E4M3 codes: ``e4m3(code) * 2^(sf - 127)``.
 
     Args:
@@ -253,7 +253,7 @@ def dequantize_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.A
     return _dequantize_e4m3(codes, sf, dtype=dtype)
 
 
-def widen_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+def widen_e4m3(codes: Array, sf: Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
     """Values of E4M3 codes in units of their rows: ``values * units[..., None]``, all finite.
 
     448 * 2^127 is a value of codes and scales and no FP32 number. A row with scales from 2^120 on
@@ -269,7 +269,7 @@ def widen_e4m3(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> tuple[jax.
     return _dequantize_e4m3(codes, sf, dtype=dtype, units=units), units
 
 
-def widen_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+def widen_e2m1(codes: Array, sf: Array, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
     """`widen_e4m3` for E2M1: rows with scales from 2^126 on are in units of 4."""
     units = _units(sf, _E2M1_TOP[0], 4.0)
     return _dequantize_e2m1(codes, sf, dtype=dtype, units=units), units
@@ -290,7 +290,7 @@ def _dequantize_e4m3(codes, sf, dtype, units=None):
     return _scale(value, sf, units).astype(dtype)
 
 
-def quantize_e2m1(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_e2m1(x: Array) -> tuple[jax.Array, jax.Array]:
     """Quantises along the last axis to E2M1 with one UE8M0 scale per 32 elements.
 
     Args:
@@ -319,7 +319,7 @@ def _quantize_e2m1(x):
     return code.astype(jnp.uint8).reshape(x.shape), sf
 
 
-def dequantize_e2m1(codes: jax.Array, sf: jax.Array, dtype=jnp.float32) -> jax.Array:
+def dequantize_e2m1(codes: Array, sf: Array, dtype=jnp.float32) -> jax.Array:
     """Values of E2M1 codes: ``e2m1(code) * 2^(sf - 127)``.
 
     Args:
@@ -355,7 +355,7 @@ def _scale(value, sf, units=None):
     return jnp.where(sf == UE8M0_NAN, jnp.nan, value * low * high)
 
 
-def pack_e2m1(codes: jax.Array) -> jax.Array:
+def pack_e2m1(codes: Array) -> jax.Array:
     """[..., K] codes -> [..., K/2] uint8; element 2j is the low nibble of byte j.
 
     Codes are float4_e2m1fn, or integers in [0, 16).
@@ -381,7 +381,7 @@ def _pack_e2m1(codes):
     return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4)
 
 
-def unpack_e2m1(packed: jax.Array) -> jax.Array:
+def unpack_e2m1(packed: Array) -> jax.Array:
     """[..., K/2] uint8 -> [..., K] codes in [0, 16); the inverse of `pack_e2m1`."""
     shape: tuple[object, ...] = ("...", "K/2") if getattr(packed, "ndim", 2) != 1 else ("K/2",)
     check_array(packed, "packed", shape, ("uint8", "int8"), "two codes share a byte")
@@ -395,6 +395,6 @@ def _unpack_e2m1(packed):
     return pair.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
-def as_bytes(x: jax.Array) -> jax.Array:
+def as_bytes(x: Array) -> jax.Array:
     """Bit patterns as uint8. A value cast of E8M0 to uint8 would turn 2^-7 into 0."""
-    return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
+    return jnp.asarray(x) if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)

@@ -24,7 +24,7 @@ from jax import lax
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, narrow_ids
+from jax_megamoe.errors import Array, check, check_array, describe, narrow_ids
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
 
@@ -72,7 +72,7 @@ def worst_case_pool_rows(
 
 
 def stage_input(
-    x: jax.Array | tuple[jax.Array, jax.Array], group: int | str = SF_GROUP
+    x: Array | tuple[Array, Array], group: int | str = SF_GROUP
 ) -> tuple[jax.Array, jax.Array]:
     """Quantises tokens, or passes on a pair that is quantised already.
 
@@ -446,12 +446,12 @@ def combine(
 
 
 def mega_moe(
-    x: jax.Array | tuple[jax.Array, jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
+    x: Array | tuple[Array, Array],
+    topk_idx: Array,
+    topk_weights: Array,
     weights: ExpertWeights,
     config: MegaMoEConfig,
-    num_tokens: jax.Array | None = None,
+    num_tokens: Array | None = None,
     *,
     block_m: int = 64,
     max_pool_rows: int | None = None,

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_megamoe.errors import (
+    Array,
     as_array,
     check,
     check_array,
@@ -35,6 +36,7 @@ from jax_megamoe.errors import (
     narrow_ids,
     to_float,
 )
+from jax_megamoe.operands import Operand
 
 #: What `Router.scores` may be.
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax", "logits")
@@ -135,13 +137,13 @@ class Router:
 
     def __call__(
         self,
-        x: jax.Array,
-        w_gate: jax.Array,
-        bias: jax.Array | None = None,
+        x: Operand,
+        w_gate: Operand,
+        bias: Operand | None = None,
         *,
-        tid2eid: jax.Array | None = None,
-        token_ids: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        tid2eid: Operand | None = None,
+        token_ids: Operand | None = None,
+        mask: Operand | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Routes the tokens x.
 
@@ -157,12 +159,12 @@ class Router:
         Raises:
           MegaMoEError: shapes or dtypes that do not fit, a missing or a superfluous operand.
         """
-        x, w_gate, mask = map(as_array, (x, w_gate, mask))
-        check_array(x, "x", ("...", "H"), _FLOATS, "the last axis has the channels of a token")
-        _check_mask(mask, x.shape[:-1])
+        tokens, gate, mask = map(as_array, (x, w_gate, mask))
+        check_array(tokens, "x", ("...", "H"), _FLOATS, "the last axis has the channels of a token")
+        _check_mask(mask, tokens.shape[:-1])
         if mask is not None:
             # Logits of padding are cleared below, but 0 * NaN would reach the gradient of w_gate.
-            x = jnp.where(jnp.asarray(mask)[..., None], x, 0)
+            tokens = jnp.where(jnp.asarray(mask)[..., None], tokens, 0)
         check(
             bias is not None or self.bias_role != "logits",
             "bias",
@@ -172,17 +174,17 @@ class Router:
             "have it already",
         )
         return self.from_logits(
-            gate_logits(x, w_gate), bias, tid2eid=tid2eid, token_ids=token_ids, mask=mask
+            gate_logits(tokens, gate), bias, tid2eid=tid2eid, token_ids=token_ids, mask=mask
         )
 
     def from_logits(
         self,
-        logits: jax.Array,
-        bias: jax.Array | None = None,
+        logits: Operand,
+        bias: Operand | None = None,
         *,
-        tid2eid: jax.Array | None = None,
-        token_ids: jax.Array | None = None,
-        mask: jax.Array | None = None,
+        tid2eid: Operand | None = None,
+        token_ids: Operand | None = None,
+        mask: Operand | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Routes tokens whose logits x @ w_gate.T are known.
 
@@ -201,11 +203,11 @@ class Router:
 
         Returns, Raises: see `__call__`.
         """
-        logits, bias, mask = map(as_array, (logits, bias, mask))
+        given, bias, mask = map(as_array, (logits, bias, mask))
         tid2eid, token_ids = map(as_array, (tid2eid, token_ids))
         remedy = "the last axis has one logit per expert"
-        check_array(logits, "logits", ("...", "E"), _FLOATS, remedy)
-        *leading, num_experts = logits.shape
+        check_array(given, "logits", ("...", "E"), _FLOATS, remedy)
+        *leading, num_experts = given.shape
         check(
             self.top_k <= num_experts,
             "top_k",
@@ -221,7 +223,7 @@ class Router:
         else:
             self._check_bias(bias, num_experts)
 
-        z = _unsharded_experts(jnp.asarray(logits).astype(jnp.float32))
+        z = _unsharded_experts(jnp.asarray(given).astype(jnp.float32))
         if mask is not None:
             mask = jnp.asarray(mask)[..., None]
             z = jnp.where(mask, z, 0.0)
@@ -467,7 +469,7 @@ def qwen3_moe(*, top_k: int = 8, norm_topk_prob: bool = True) -> Router:
 # Load balancing ----------------------------------------------------------------------------------
 
 
-def expert_load(topk_idx: jax.Array, num_experts: int) -> jax.Array:
+def expert_load(topk_idx: Array, num_experts: int) -> jax.Array:
     """Slots per expert, [E] int32; slots that are -1 or out of range do not count.
 
     topk_idx is [..., K] int32 or int64. Within `shard_map` these are the slots of this shard: sum
@@ -483,7 +485,7 @@ def expert_load(topk_idx: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(topk_idx[..., None] == experts, axis=axes, dtype=jnp.int32)
 
 
-def update_bias(bias: jax.Array, load: jax.Array, rate: float = 0.001) -> jax.Array:
+def update_bias(bias: Array, load: Array, rate: float | Array = 0.001) -> jax.Array:
     """One step of balancing without an auxiliary loss: bias + rate * sign(mean(load) - load).
 
     The selection bias of DeepSeek-V3 has no gradient. It is trained by this rule after each step:
@@ -507,13 +509,13 @@ def update_bias(bias: jax.Array, load: jax.Array, rate: float = 0.001) -> jax.Ar
         remedy="DeepSeek-V3 used 0.001",
     )
     load = load.astype(jnp.float32)
-    return bias + rate * jnp.sign(jnp.mean(load) - load)
+    return jnp.asarray(bias) + rate * jnp.sign(jnp.mean(load) - load)
 
 
 # Parts -------------------------------------------------------------------------------------------
 
 
-def gate_logits(x: jax.Array, w_gate: jax.Array) -> jax.Array:
+def gate_logits(x: Array, w_gate: Array) -> jax.Array:
     """x [..., H] @ w_gate [E, H] transposed, summed in FP32: [..., E] float32.
 
     If both are bfloat16, or both float16, their products are exact in FP32 and the product stays
@@ -526,7 +528,7 @@ def gate_logits(x: jax.Array, w_gate: jax.Array) -> jax.Array:
     return linear(x, w_gate)
 
 
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+def linear(x: Array, w: Array) -> jax.Array:
     """x [..., K] @ w [N, K] transposed, as precise as `gate_logits`: [..., N] float32."""
     x, w = jnp.asarray(x), jnp.asarray(w)
     # With Explicit axes a product of sharded operands has to be told its result's sharding.

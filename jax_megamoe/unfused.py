@@ -44,9 +44,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_megamoe import quantize, reference
 from jax_megamoe.config import BLOCK_N, SF_GROUP, Activation, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, is_array, narrow_ids
+from jax_megamoe.errors import Array, check, check_array, describe, is_array, narrow_ids
 from jax_megamoe.operands import (
     PER_RANK,
+    Operand,
+    Tokens,
     as_operand,
     axis_size,
     check_config,
@@ -650,7 +652,7 @@ def local(
     config: MegaMoEConfig,
     *,
     axis: str | tuple[str, ...],
-    num_tokens: jax.Array | None = None,
+    num_tokens: int | jax.Array | None = None,
     transport: str = "auto",
     gemm: str = "auto",
     differentiable: bool = False,
@@ -689,11 +691,10 @@ def local(
     leading = check_tokens(x, config, PER_RANK)
     check_slots(topk_idx, topk_weights, leading, config, PER_RANK)
     if num_tokens is not None:
-        integer = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
+        given: Any = num_tokens
+        integer = isinstance(given, int) and not isinstance(given, bool)
         integer = integer or (
-            is_array(num_tokens)
-            and num_tokens.size == 1
-            and jnp.issubdtype(num_tokens.dtype, jnp.integer)
+            is_array(given) and given.size == 1 and jnp.issubdtype(given.dtype, jnp.integer)
         )
         check(
             integer,
@@ -735,14 +736,14 @@ def local(
 
 
 def mega_moe(
-    x: jax.Array | tuple[jax.Array, jax.Array],
-    topk_idx: jax.Array,
-    topk_weights: jax.Array,
+    x: Tokens,
+    topk_idx: Operand,
+    topk_weights: Operand,
     weights: ExpertWeights | WideWeights,
     config: MegaMoEConfig,
     mesh: Mesh,
     axis: str | tuple[str, ...],
-    num_tokens: jax.Array | None = None,
+    num_tokens: Array | None = None,
     *,
     transport: str = "auto",
     gemm: str = "auto",
@@ -796,19 +797,19 @@ def mega_moe(
         want="a jax.sharding.Mesh and an axis, or axes, of it",
         remedy="build the mesh with jax.make_mesh",
     )
-    x, topk_idx, topk_weights = map(as_operand, (x, topk_idx, topk_weights))
+    tokens, topk_idx, topk_weights = map(as_operand, (x, topk_idx, topk_weights))
     ranks = math.prod(mesh.shape[name] for name in axes)
-    leading = check_tokens(x, config)
-    check_first_axis(x, leading, ranks, config)
+    leading = check_tokens(tokens, config)
+    check_first_axis(tokens, leading, ranks, config)
     check_slots(topk_idx, topk_weights, leading, config)
     if num_tokens is not None:
         dtypes = ("int32", "int64")
         check_array(num_tokens, "num_tokens", (ranks,), dtypes, "one number for each rank")
     _check_weights(weights, config, config.num_experts)
-    if isinstance(x, tuple):  # within shard_map values cannot be looked at
-        quantize.check_group_scales(x[1], config.x_group, "x[1]")
+    if isinstance(tokens, tuple):  # within shard_map values cannot be looked at
+        quantize.check_group_scales(tokens[1], config.x_group, "x[1]")
     topk_idx, num_tokens = narrow_ids(topk_idx), narrow_ids(num_tokens)
-    operands = (x, topk_idx, topk_weights, weights, num_tokens)
+    operands = (tokens, topk_idx, topk_weights, weights, num_tokens)
     if AxisType.Explicit in mesh.axis_types:
         # Explicit axes make shard_map insist on operands that are sharded as in_specs says.
         operands = jax.reshard(operands, NamedSharding(mesh, spec))

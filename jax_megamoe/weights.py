@@ -24,7 +24,7 @@ import numpy as np
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, is_array
+from jax_megamoe.errors import Array, check, check_array, describe, is_array
 
 #: Gate and up rows alternate in groups of this many, so that one tile holds both halves of a pair.
 INTERLEAVE = 8
@@ -90,16 +90,16 @@ class ExpertWeights:
     @classmethod
     def from_arrays(
         cls,
-        w_gate: jax.Array,
-        w_gate_sf: jax.Array,
-        w_up: jax.Array,
-        w_up_sf: jax.Array,
-        w_down: jax.Array,
-        w_down_sf: jax.Array,
+        w_gate: Array,
+        w_gate_sf: Array,
+        w_up: Array,
+        w_up_sf: Array,
+        w_down: Array,
+        w_down_sf: Array,
         *,
-        b_gate: jax.Array | None = None,
-        b_up: jax.Array | None = None,
-        b_down: jax.Array | None = None,
+        b_gate: Array | None = None,
+        b_up: Array | None = None,
+        b_down: Array | None = None,
     ) -> ExpertWeights:
         """Weights from MXFP4 codes and scales in JAX's own dtypes, bit for bit.
 
@@ -180,13 +180,13 @@ jax.export.register_pytree_node_serialization(
 
 
 def quantize_weights(
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    w_gate: Array,
+    w_up: Array,
+    w_down: Array,
     *,
-    b_gate: jax.Array | None = None,
-    b_up: jax.Array | None = None,
-    b_down: jax.Array | None = None,
+    b_gate: Array | None = None,
+    b_up: Array | None = None,
+    b_down: Array | None = None,
 ) -> ExpertWeights:
     """Quantises dense expert weights to E2M1 with UE8M0 scales per 32 along K.
 
@@ -315,7 +315,9 @@ def _with_biases(weights: ExpertWeights, biases: Any, np_or_jnp: Any) -> ExpertW
     return dataclasses.replace(weights, b13=np_or_jnp.concatenate([gate, up], axis=1), b2=down)
 
 
-def dequantize_weights(weights: ExpertWeights, dtype=jnp.float32) -> tuple[jax.Array, ...]:
+def dequantize_weights(
+    weights: ExpertWeights, dtype=jnp.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(w_gate [E, I, H], w_up [E, I, H], w_down [E, H, I]) of `dtype`, from any layout."""
     w13, w2 = dequantize_stacked(weights, dtype)
     intermediate = w13.shape[1] // 2
