@@ -26,11 +26,19 @@ from jax_megamoe import reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
-from jax_megamoe.errors import as_array, check, check_array, describe, narrow_ids, to_float
+from jax_megamoe.errors import (
+    as_array,
+    check,
+    check_array,
+    describe,
+    is_array,
+    narrow_ids,
+    to_float,
+)
 from jax_megamoe.layer import MegaMoE, MoEStats
 from jax_megamoe.operands import PER_RANK, Operand, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
-from jax_megamoe.weights import ExpertWeights, check_weights
+from jax_megamoe.weights import LAYOUTS, ExpertWeights, check_weights
 
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Name of a router's tensor in files -> its name here.
@@ -53,6 +61,8 @@ class BlockWeights(NamedTuple):
         may have, and "token_gate" [1, H] if the model has it. None or {} for a model without.
       latent: "down" [L, H] and "up" [H, L] around Kimi-K3's experts, and "norm" [L]. None or {} for
         the others.
+
+    A stack of layers, for `jax.lax.scan`, has an axis of layers in front in every array.
     """
 
     experts: ExpertWeights
@@ -304,10 +314,15 @@ class MoEBlock:
     def shard(self, weights: BlockWeights) -> BlockWeights:
         """Places a block's weights: E/R experts on each rank, router and shared expert on all.
 
+        Args:
+          weights: of one layer; or a stack, every array with an axis of L layers in front, for
+            `jax.lax.scan`. Its layers have the same parts: those of DeepSeek-V4 with a table of
+            experts make a stack of their own.
+
         Raises:
           MegaMoEError: shapes or dtypes that do not fit the config; see `MegaMoE.shard` too.
         """
-        _check_weights(weights, self.config)
+        _check_weights(weights, self.config, stack=True)
         experts = self.layer.shard(weights.experts)
         if not isinstance(self.layer.mesh, Mesh):
             return BlockWeights(experts, *weights[1:])
@@ -571,8 +586,8 @@ def _check_dict(operand: str, value: object, *, allow_none: bool) -> None:
     )
 
 
-def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
-    """Checks everything but the experts, which the layer checks."""
+def _check_weights(weights: BlockWeights, config: MegaMoEConfig, *, stack: bool = False) -> None:
+    """Checks everything but the experts, which the layer checks; or a stack of layers of that."""
     check(
         isinstance(weights, BlockWeights),
         "weights",
@@ -587,38 +602,69 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig) -> None:
         want="jax_megamoe.ExpertWeights",
         remedy=_RELOAD,
     )
+    layers = _layers(weights.experts)
+    check(
+        stack or not layers,
+        "weights",
+        got=f"a stack of {layers[0] if layers else 0} layers",
+        want="the weights of one layer",
+        remedy="jax.lax.scan over the stack hands on one layer at a time; jax.tree.map(lambda a: "
+        "a[i], weights) is layer i",
+    )
     for name in ("router", "shared", "latent"):
         value = getattr(weights, name)
         _check_dict(f"weights.{name}", value, allow_none=name != "router")
+
+    def check_part(part: str, name: str, *shape: object) -> None:
+        array, shape = getattr(weights, part)[name], (*layers, *shape)
+        remedy = _RELOAD
+        if layers:
+            remedy += f"; in a stack each array has the axis of {layers[0]} layers in front"
+        check_array(array, f"weights.{part}[{name!r}]", shape, _FLOATS, remedy)
+
     router, shared, latent = weights.router, weights.shared, weights.latent or {}
     num_experts, hidden = config.num_experts, config.hidden
     if latent:
         _check_names("weights.latent", set(latent), {"down", "up"}, {"norm"})
-        check_array(latent["down"], "weights.latent['down']", (hidden, "H"), _FLOATS, _RELOAD)
+        check_part("latent", "down", hidden, "H")
         hidden = _width(weights)
-        check_array(latent["up"], "weights.latent['up']", (hidden, config.hidden), _FLOATS, _RELOAD)
+        check_part("latent", "up", hidden, config.hidden)
     if "norm" in latent:
-        check_array(latent["norm"], "weights.latent['norm']", (config.hidden,), _FLOATS, _RELOAD)
+        check_part("latent", "norm", config.hidden)
     _check_names("weights.router", set(router), {"weight"}, {"bias", "tid2eid"})
-    check_array(
-        router["weight"], "weights.router['weight']", (num_experts, hidden), _FLOATS, _RELOAD
-    )
+    check_part("router", "weight", num_experts, hidden)
     if shared:
         _check_names("weights.shared", set(shared), {"gate", "up", "down"}, {"token_gate"})
-        width = tuple(getattr(shared["gate"], "shape", ("S",)))[:1]
+        width = tuple(getattr(shared["gate"], "shape", ()))[-2:-1] or ("S",)
         shapes = {
             "gate": ("S", hidden),
             "up": (*width, hidden),
             "down": (hidden, *width),
             "token_gate": (1, hidden),
         }
-        for name, array in shared.items():
-            check_array(array, f"weights.shared[{name!r}]", shapes[name], _FLOATS, _RELOAD)
+        for name in shared:
+            check_part("shared", name, *shapes[name])
+    if layers:  # what the router itself checks, when it is called, is without this axis then
+        remedy = f"in a stack each array has the axis of {layers[0]} layers in front"
+        if "bias" in router:
+            bias_shape = (*layers, num_experts)
+            check_array(router["bias"], "weights.router['bias']", bias_shape, _FLOATS, remedy)
+        if "tid2eid" in router:
+            shape, ints = (*layers, "vocabulary", config.top_k), ("int32", "int64")
+            check_array(router["tid2eid"], "weights.router['tid2eid']", shape, ints, remedy)
+
+
+def _layers(experts: ExpertWeights) -> tuple[int, ...]:
+    """(L,) for a stack of L layers, () for one layer, whatever else may be wrong."""
+    is_stack = (
+        is_array(experts.w13) and experts.layout in LAYOUTS and experts.num_layers is not None
+    )
+    return experts.w13.shape[:1] if is_stack else ()
 
 
 def _width(weights: BlockWeights) -> int:
     """Channels of x."""
-    return (weights.latent or {}).get("down", weights.router["weight"]).shape[1]
+    return (weights.latent or {}).get("down", weights.router["weight"]).shape[-1]
 
 
 def _check_names(operand: str, names: set[str], needed: set[str], allowed: set[str]) -> None:

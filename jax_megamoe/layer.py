@@ -252,24 +252,60 @@ class MegaMoE:
         Widths that are not multiples of 128 are padded with zeros, and stay so in whatever
         `to_layout` makes of the result.
 
+        Args:
+          weights: of one layer, arrays [E, ...]; or of a stack of L layers, [L, E, ...].
+
+        Returns:
+          What the layer takes, arrays [E, ...] sharded over the layer's axis; or the stack of
+          these, [L, E, ...], which `jax.lax.scan` cuts into what the layer takes. Layers of a stack
+          are converted one after the other: beside the stack that is returned, devices hold one
+          layer as it was given and what its conversion takes, and what `weights` itself keeps
+          there, which for NumPy's arrays is nothing.
+
         Raises:
           MegaMoEError: shapes or dtypes that do not fit the config, or a closed layer; or, outside
             of jit, a scale byte of 255, which is NaN, or scales that the GPU layout of this
             granularity cannot hold, see `weights.check_foldable`.
         """
         self.check_open()
-        weights_lib.check_weights(weights, self.config, self.config.num_experts)
-        if isinstance(self.mesh, Mesh):
-            weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
-        else:
-            if not _is_traced(weights):
-                self._refuse_to_run("layer.shard")
-            (weights,) = reshard_explicit(self.mesh, (weights,), (P(self.axis),))
-        weights_lib.check_finite_scales(weights)
-        weights_lib.check_foldable(weights, self._site.layout)  # there are no values in `convert`
+        config, layout = self.config, self._site.layout
+        weights_lib.check_weights(weights, config, config.num_experts, stack=True)
+        num_layers = weights.num_layers
+        if _is_traced(weights):
+            spec = P(self.axis) if num_layers is None else P(None, self.axis)
+            if isinstance(self.mesh, Mesh):
+                weights = jax.device_put(weights, NamedSharding(self.mesh, spec))
+            else:
+                (weights,) = reshard_explicit(self.mesh, (weights,), (spec,))
+            return _converter(config, layout, self.mesh, self.axis, num_layers is not None)(weights)
+        if not isinstance(self.mesh, Mesh):
+            self._refuse_to_run("layer.shard")
+        if num_layers is None:
+            return _converter(config, layout, self.mesh, self.axis, False)(self._place(weights))
+        return self._shard_stack(weights, num_layers)
 
-        # Placed first, so that every device permutes its own experts only.
-        return _converter(self.config, self._site.layout, self.mesh, self.axis)(weights)
+    def _place(self, weights: ExpertWeights, where: str = "") -> ExpertWeights:
+        """One layer's canonical weights on the devices: each then permutes its own experts only."""
+        weights = jax.device_put(weights, NamedSharding(self.mesh, P(self.axis)))
+        weights_lib.check_finite_scales(weights, where)
+        weights_lib.check_foldable(weights, self._site.layout, where)  # while there are values
+        return weights
+
+    def _shard_stack(self, weights: ExpertWeights, num_layers: int) -> ExpertWeights:
+        """`shard` of a stack, layer by layer: there is no second stack on the devices."""
+        operands = self.config, self._site.layout, self.mesh, self.axis
+        placed = NamedSharding(self.mesh, P(self.axis))
+        one = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=placed), weights
+        )
+        shapes = jax.eval_shape(_converter(*operands, False), one)
+        stack = _empty_stack(shapes, num_layers, NamedSharding(self.mesh, P(None, self.axis)))
+        for layer_idx in range(num_layers):
+            one = jax.tree.map(lambda a, i=layer_idx: a[i], weights)
+            one = self._place(one, f", layer {layer_idx}")
+            stack = _stack_converter(*operands)(stack, one, np.int32(layer_idx))
+            jax.block_until_ready(stack)  # before the next layer takes memory
+        return stack
 
     @overload
     def __call__(
@@ -569,14 +605,47 @@ def over_mesh(
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
-def _converter(config: MegaMoEConfig, layout: str, mesh: Mesh | AbstractMesh, axis: str):
+def _converter(
+    config: MegaMoEConfig, layout: str, mesh: Mesh | AbstractMesh, axis: str, stacked: bool
+) -> Callable[[ExpertWeights], ExpertWeights]:
     """The jitted conversion of placed canonical weights to a back end's layout."""
 
     def convert(weights):
-        return weights_lib.to_layout(pad_weights(weights, config), layout)
+        return _convert(weights, config, layout)
 
-    spec = P(axis)
-    return jax.jit(jax.shard_map(convert, mesh=mesh, in_specs=spec, out_specs=spec))
+    def convert_stack(weights):
+        return lax.map(convert, weights)
+
+    spec, body = (P(None, axis), convert_stack) if stacked else (P(axis), convert)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
+def _stack_converter(config: MegaMoEConfig, layout: str, mesh: Mesh, axis: str):
+    """The jitted conversion of one layer into its place of a stack, which is donated."""
+
+    def convert(stack, weights, layer_idx):
+        one = _convert(weights, config, layout)
+        return jax.tree.map(
+            lambda all_layers, a: lax.dynamic_update_index_in_dim(all_layers, a, layer_idx, 0),
+            stack,
+            one,
+        )
+
+    specs = (P(None, axis), P(axis), P())
+    mapped = jax.shard_map(convert, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def _convert(weights: ExpertWeights, config: MegaMoEConfig, layout: str) -> ExpertWeights:
+    return weights_lib.to_layout(pad_weights(weights, config), layout)
+
+
+def _empty_stack(shapes: ExpertWeights, num_layers: int, sharding: NamedSharding) -> ExpertWeights:
+    def zeros(shape):
+        return jnp.zeros((num_layers, *shape.shape), shape.dtype, device=sharding)
+
+    return jax.tree.map(zeros, shapes)
 
 
 @functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive

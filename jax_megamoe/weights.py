@@ -73,6 +73,9 @@ class ExpertWeights:
 
     In the GPU layouts w13 is [E, 2I/128, H/128, C] and w2 [E, H/128, I/128, C] with C =
     `gpu_chunk_bytes`, w13_sf is [E, 2I] and w2_sf [E, H].
+
+    A stack of L layers has an axis [L] in front of all that, for `jax.lax.scan`: see
+    `MegaMoE.shard`. Only that takes a stack; everything else takes one layer.
     """
 
     w13: jax.Array
@@ -85,7 +88,13 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return self.w13.shape[0]
+        return self.w13.shape[-_num_axes(self.layout)]
+
+    @property
+    def num_layers(self) -> int | None:
+        """L of a stack [L, E, ...]; None for the weights of one layer, [E, ...]."""
+        is_stack = len(self.w13.shape) == _num_axes(self.layout) + 1
+        return self.w13.shape[0] if is_stack else None
 
     @classmethod
     def from_arrays(
@@ -348,7 +357,7 @@ def expert_biases(weights: ExpertWeights) -> tuple[jax.Array, jax.Array, jax.Arr
 
     The counterpart of `dequantize_weights`, whose matrices they belong to.
     """
-    _check_type(weights)
+    _check_single(weights)
     if weights.b13 is None or weights.b2 is None:
         return None
     b13 = weights.b13 if weights.layout == "canonical" else deinterleave_gate_up(weights.b13)
@@ -651,7 +660,7 @@ def _convert(weights: ExpertWeights, layout: str) -> ExpertWeights:
     return _LAYOUTS[layout][0](_LAYOUTS[weights.layout][1](weights))
 
 
-def check_foldable(weights: ExpertWeights, layout: str) -> None:
+def check_foldable(weights: ExpertWeights, layout: str, where: str = "") -> None:
     """Checks that the scales of `weights` can be written in `layout`, which only some limit.
 
     A GPU layout keeps one scale per row and, for each group of 32, how many binades below it the
@@ -661,6 +670,7 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
     Args:
       weights: concrete arrays of any layout, sharded or not.
       layout: where they are to go.
+      where: for the message, what stands before the expert, such as ", layer 3".
 
     Raises:
       MegaMoEError: a NaN scale (byte 255), a row whose scales are too far apart, or one whose scale
@@ -670,7 +680,7 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
         isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)
     ):
         return
-    _check_spreads(weights, layout, MAX_SPREAD[layout])
+    _check_spreads(weights, layout, MAX_SPREAD[layout], where)
     most = BASES[layout][1]
     if most == quantize.SF_MAX:
         return
@@ -681,7 +691,7 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
         expert, row = map(int, np.unravel_index(np.argmax(largest), largest.shape))
         check(
             False,
-            _name_row(name, expert, row, largest.shape[1]),
+            _name_row(name + where, expert, row, largest.shape[1]),
             got=f"a scale of 2^{int(largest[expert, row]) - 127} "
             f"({np.count_nonzero(largest > most)} of {largest.size} rows are too large)",
             want=f"at most 2^{most - 127} for layout {layout!r}",
@@ -689,13 +699,14 @@ def check_foldable(weights: ExpertWeights, layout: str) -> None:
         )
 
 
-def check_finite_scales(weights: ExpertWeights) -> None:
+def check_finite_scales(weights: ExpertWeights, where: str = "") -> None:
     """Checks that no scale is a NaN, byte 255, which every layout but the GPU's could carry.
 
     Tracers are not looked at: under jit the rows in question come out as NaN.
 
     Args:
       weights: concrete arrays of any layout, sharded or not.
+      where: see `check_foldable`.
 
     Raises:
       MegaMoEError: it names tensor, expert and row.
@@ -703,7 +714,7 @@ def check_finite_scales(weights: ExpertWeights) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(weights)):
         return
     if bool(_has_nan_scales(weights.w13_sf, weights.w2_sf)):
-        _check_spreads(weights, weights.layout, quantize.UE8M0_NAN - 1)
+        _check_spreads(weights, weights.layout, quantize.UE8M0_NAN - 1, where)
 
 
 @jax.jit
@@ -711,7 +722,7 @@ def _has_nan_scales(*scales: jax.Array) -> jax.Array:
     return functools.reduce(jnp.logical_or, [jnp.any(sf == quantize.UE8M0_NAN) for sf in scales])
 
 
-def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
+def _check_spreads(weights: ExpertWeights, layout: str, limit: int, where: str) -> None:
     _, spreads = _scales_of_rows(weights)
     remedy = "look at the source of these weights"
     if layout == "sm90_fp8":
@@ -720,7 +731,7 @@ def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
         if (spread <= limit).all():
             continue
         expert, row = map(int, np.unravel_index(np.argmax(spread), spread.shape))
-        operand = _name_row(name, expert, row, spread.shape[1])
+        operand = _name_row(name + where, expert, row, spread.shape[1])
         check(
             spread[expert, row] != quantize.UE8M0_NAN,
             operand,
@@ -740,8 +751,9 @@ def _check_spreads(weights: ExpertWeights, layout: str, limit: int) -> None:
 
 def _name_row(name: str, expert: int, row: int, num_rows: int) -> str:
     half = num_rows // 2
-    kind = "row" if name == "w2" else "gate row" if row < half else "up row"
-    return f"weights.{name}, expert {expert}, {kind} {row % half if name == 'w13' else row}"
+    is_w13 = name.startswith("w13")
+    kind = "row" if not is_w13 else "gate row" if row < half else "up row"
+    return f"weights.{name}, expert {expert}, {kind} {row % half if is_w13 else row}"
 
 
 @jax.jit
@@ -765,16 +777,27 @@ def _scales_of_rows(weights: ExpertWeights) -> tuple[tuple[jax.Array, jax.Array]
 
 
 def check_weights(
-    weights: ExpertWeights, config: MegaMoEConfig, num_experts: int, where: str = ""
+    weights: ExpertWeights,
+    config: MegaMoEConfig,
+    num_experts: int,
+    where: str = "",
+    *,
+    stack: bool = False,
 ) -> None:
     """Checks type, layout, shapes and dtypes of `num_experts` experts against `config`.
 
     Canonical weights have the config's widths, or the padded ones; other layouts the padded ones.
+    `stack` says that a stack of layers will do, too.
     """
-    _check_type(weights)
+    layers: tuple[int, ...] = ()
+    if stack:
+        _check_type(weights)
+        layers = () if (num := _num_layers(weights)) is None else (num,)
+    else:
+        _check_single(weights)
     h, i = config.hidden, config.intermediate
     padded = (config.padded_hidden, config.padded_intermediate // 2)
-    if weights.layout != "canonical" or getattr(weights.w2, "shape", ())[1:] == padded:
+    if weights.layout != "canonical" or getattr(weights.w2, "shape", ())[-2:] == padded:
         h, i = config.padded_hidden, config.padded_intermediate
     remedy = (
         f"config has num_experts = {config.num_experts}, hidden = {config.hidden} and intermediate "
@@ -782,14 +805,18 @@ def check_weights(
     )
     if where:
         remedy += "; a rank holds num_experts / ranks experts, so shard them over the axis"
+    if layers:
+        remedy += f"; this is a stack, since w13 has an axis of {layers[0]} layers in front"
     cast = (
         "build weights with jax_megamoe.quantize_weights, ExpertWeights.from_arrays or "
         "jax_megamoe.checkpoints"
     )
     for name, shape in _shapes(weights.layout, num_experts, h, i).items():
         operand = f"weights.{name} ({weights.layout} layout)"
+        shape = (*layers, *shape)
         check_array(getattr(weights, name), operand, shape, _BYTES, remedy, cast=cast, where=where)
-    check_biases(weights.b13, weights.b2, (num_experts, 2 * i), (num_experts, h), where)
+    b13_shape, b2_shape = (*layers, num_experts, 2 * i), (*layers, num_experts, h)
+    check_biases(weights.b13, weights.b2, b13_shape, b2_shape, where)
 
 
 def _check_type(weights: object) -> None:
@@ -817,6 +844,30 @@ def _check_type(weights: object) -> None:
     )
 
 
+def _check_single(weights: object) -> None:
+    """`_check_type`, and that these are no stack of layers."""
+    _check_type(weights)
+    num_layers = _num_layers(weights)
+    check(
+        num_layers is None,
+        "weights",
+        got=f"a stack of {num_layers} layers, with w13 {describe(getattr(weights, 'w13', None))}",
+        want="the weights of one layer",
+        remedy="jax.lax.scan over the stack hands on one layer at a time; jax.tree.map(lambda a: "
+        "a[i], weights) is layer i",
+    )
+
+
+def _num_layers(weights: Any) -> int | None:
+    """`ExpertWeights.num_layers`, before it is known that these are arrays."""
+    return weights.num_layers if is_array(weights.w13) else None
+
+
+def _num_axes(layout: str) -> int:
+    """Axes of w13 in a layout."""
+    return len(_shapes(layout, 0, 0, 0)["w13"])
+
+
 def _shapes(layout: str, num_experts: int, h: int, i: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays of a layout for hidden h and intermediate i."""
     shapes: dict[str, tuple[int, ...]] = {}
@@ -837,7 +888,7 @@ def _shapes(layout: str, num_experts: int, h: int, i: int) -> dict[str, tuple[in
 
 def _check_consistent(weights: ExpertWeights) -> tuple[int, int]:
     """Checks type, dtypes and that shapes agree with each other; returns (H, I)."""
-    _check_type(weights)
+    _check_single(weights)
     layout = weights.layout
     remedy = "these are the arrays of one set of weights; build them in one call"
     axes = {
@@ -865,7 +916,7 @@ def _check_consistent(weights: ExpertWeights) -> tuple[int, int]:
 
 
 def check_biases(
-    b13, b2, b13_shape: tuple[int, int], b2_shape: tuple[int, int], where: str = ""
+    b13, b2, b13_shape: tuple[int, ...], b2_shape: tuple[int, ...], where: str = ""
 ) -> None:
     """Checks that there are both biases, FP32 and of these shapes, or neither."""
     check(
