@@ -40,6 +40,8 @@ from jax_megamoe.operands import PER_RANK, Operand, check_rows, flatten_leading
 from jax_megamoe.routers import Router, linear
 from jax_megamoe.weights import LAYOUTS, ExpertWeights, check_weights
 
+__all__ = ["BlockWeights", "MoEBlock", "load", "shared_expert"]
+
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Name of a router's tensor in files -> its name here.
 _ROUTER_PARTS = {"weight": "weight", "bias": "bias", "e_score_correction_bias": "bias"}

@@ -6,6 +6,24 @@ import dataclasses
 
 from jax_megamoe.errors import check, check_bool, check_positive_int, to_float, to_int
 
+__all__ = [
+    "ACTIVATIONS",
+    "ACTIVATION_PARAMS",
+    "BLOCK_N",
+    "GRANULARITIES",
+    "MAX_RANKS",
+    "MAX_ROWS",
+    "MAX_SIZE",
+    "MAX_TOP_K",
+    "SF_GROUP",
+    "TIMEOUTS",
+    "Activation",
+    "MegaMoEConfig",
+    "gpt_oss_swiglu",
+    "situ",
+    "swiglu",
+]
+
 #: Elements along K that share one UE8M0 scale factor, in activations and in weights.
 SF_GROUP = 32
 #: Rows of a weight matrix handled by one tile; back ends compute with whole tiles.

@@ -10,6 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+__all__ = [
+    "Array",
+    "MegaMoEError",
+    "as_array",
+    "check",
+    "check_array",
+    "check_bool",
+    "check_positive_int",
+    "describe",
+    "is_array",
+    "narrow_ids",
+    "refuse",
+    "spell_shape",
+    "to_float",
+    "to_int",
+]
+
 #: Whatever `is_array` holds for one.
 Array = jax.Array | np.ndarray
 

@@ -18,6 +18,8 @@ import functools
 
 from jax_megamoe._ffi import native
 
+__all__ = ["MegaMoERuntimeError", "check_failures", "raise_in_main_thread"]
+
 
 class MegaMoERuntimeError(RuntimeError):
     """A call on GPUs failed after it was launched: a timeout, or a value that was refused.

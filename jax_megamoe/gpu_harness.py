@@ -28,6 +28,8 @@ from jax_megamoe.symmetric import (
 )
 from jax_megamoe.weights import ExpertWeights
 
+__all__ = ["TRACE_DTYPE", "GpuRanks", "Outputs"]
+
 #: One interval of one role of one block; begin and end in nanoseconds of the GPU's global timer.
 TRACE_DTYPE = np.dtype([("begin", "<u8"), ("end", "<u8"), ("name", "<u4"), ("block", "<u4")])
 

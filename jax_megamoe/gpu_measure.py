@@ -36,6 +36,31 @@ from jax_megamoe.gpu_harness import GpuRanks
 from jax_megamoe.symmetric import activation_number, granularity_number, moe_shape
 from jax_megamoe.weights import GPU_CHUNK, ExpertWeights
 
+__all__ = [
+    "FLOOR_FORMULA",
+    "FLOP_PER_S",
+    "HBM_BYTES_PER_S",
+    "MODELS",
+    "ROUTINGS",
+    "Fused",
+    "Jitted",
+    "Model",
+    "Operands",
+    "Traffic",
+    "Unfused",
+    "compile_ahead",
+    "expert_bytes",
+    "gpu_names",
+    "make_config",
+    "measure_tokens",
+    "num_gpus",
+    "random_operands",
+    "random_weights",
+    "relative_difference",
+    "same_busiest_rank",
+    "traffic",
+]
+
 HBM_BYTES_PER_S = 4.6e12
 FLOP_PER_S = 1340e12
 FLOOR_FORMULA = (

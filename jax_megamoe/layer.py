@@ -45,6 +45,8 @@ from jax_megamoe.symmetric import (
 )
 from jax_megamoe.weights import ExpertWeights
 
+__all__ = ["MegaMoE", "MoEStats"]
+
 
 @functools.partial(
     jax.export.register_namedtuple_serialization, serialized_name="jax_megamoe.MoEStats"

@@ -21,6 +21,21 @@ from jax_megamoe.errors import (
     spell_shape,
 )
 
+__all__ = [
+    "PER_RANK",
+    "Operand",
+    "StandsForArray",
+    "Tokens",
+    "as_operand",
+    "axis_size",
+    "check_config",
+    "check_first_axis",
+    "check_rows",
+    "check_slots",
+    "check_tokens",
+    "flatten_leading",
+]
+
 
 class StandsForArray(Protocol):
     """An object with an array behind it, such as a parameter of Flax."""

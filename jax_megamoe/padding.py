@@ -13,6 +13,8 @@ from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.weights import ExpertWeights, to_layout
 
+__all__ = ["crop_weights", "pad_tokens", "pad_weights"]
+
 
 def pad_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights:
     """Canonical weights of the padded widths: zero codes, with the scale byte of a block of zeros.

@@ -33,6 +33,27 @@ from jax import lax
 from jax_megamoe.config import GRANULARITIES, SF_GROUP
 from jax_megamoe.errors import Array, check, check_array, describe, is_array
 
+__all__ = [
+    "E2M1_MAX",
+    "E4M3_MAX",
+    "E4M3_NAN",
+    "SF_MAX",
+    "SF_MIN",
+    "UE8M0_NAN",
+    "as_bytes",
+    "check_group_scales",
+    "dequantize_e2m1",
+    "dequantize_e4m3",
+    "pack_e2m1",
+    "quantize_e2m1",
+    "quantize_e4m3",
+    "sf_e2m1",
+    "sf_e4m3",
+    "unpack_e2m1",
+    "widen_e2m1",
+    "widen_e4m3",
+]
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E4M3_NAN = 0x7F

@@ -28,6 +28,24 @@ from jax_megamoe.errors import Array, check, check_array, describe, narrow_ids
 from jax_megamoe.padding import crop_weights
 from jax_megamoe.weights import ExpertWeights, check_weights, to_layout
 
+__all__ = [
+    "Biases",
+    "Dispatched",
+    "activate",
+    "activate_float64",
+    "combine",
+    "dense_float64",
+    "dispatch",
+    "linear1",
+    "linear2",
+    "mega_moe",
+    "relative_error",
+    "stage_input",
+    "staged_float64",
+    "swiglu",
+    "worst_case_pool_rows",
+]
+
 #: (b_gate [E, I], b_up [E, I], b_down [E, H]), any float dtype.
 Biases = tuple[Any, Any, Any]
 

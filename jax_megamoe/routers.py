@@ -38,6 +38,24 @@ from jax_megamoe.errors import (
 )
 from jax_megamoe.operands import Operand
 
+__all__ = [
+    "BIAS_ROLES",
+    "NORM_EPS",
+    "SCALING_FACTORS",
+    "SCORES",
+    "Router",
+    "deepseek_v3",
+    "deepseek_v4",
+    "expert_load",
+    "gate_logits",
+    "gpt_oss",
+    "kimi_k2",
+    "kimi_k3",
+    "linear",
+    "qwen3_moe",
+    "update_bias",
+]
+
 #: What `Router.scores` may be.
 SCORES = ("sigmoid", "sqrtsoftplus", "softmax", "logits")
 #: What `Router.bias_role` may be.

@@ -23,6 +23,19 @@ from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe
 from jax_megamoe.failures import raise_in_main_thread
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
 
+__all__ = [
+    "Region",
+    "SymmetricBuffer",
+    "activation_number",
+    "activation_params",
+    "buffer_bytes",
+    "buffer_regions",
+    "granularity_number",
+    "moe_shape",
+    "plan_buffer",
+    "region_array",
+]
+
 #: Names of back ends.
 _BACKENDS = ("cpu", "sm_90a")
 #: Parts of the names of GPUs that the latter is for.

@@ -19,6 +19,8 @@ import numpy as np
 from jax_megamoe._ffi import native
 from jax_megamoe.cli.shared import format_table
 
+__all__ = ["LANES", "Timeline", "chrome_trace", "num_dropped", "summary", "summary_table"]
+
 #: Lane of a CTA -> (role, name of the thread): math warpgroups, the loaders, the pull warps.
 LANES = (
     *(("math", f"math warpgroup {i}") for i in range(4)),

@@ -66,6 +66,23 @@ from jax_megamoe.weights import (
     to_layout,
 )
 
+__all__ = [
+    "GEMMS",
+    "TRANSPORTS",
+    "Pool",
+    "WideWeights",
+    "choose",
+    "combine",
+    "dispatch",
+    "grouped_product",
+    "linear1",
+    "linear2",
+    "local",
+    "mega_moe",
+    "swiglu",
+    "widen_weights",
+]
+
 TRANSPORTS = ("all_to_all", "all_gather", "ragged_all_to_all")
 GEMMS = ("blocked", "ragged_dot", "mosaic")
 

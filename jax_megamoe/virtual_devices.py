@@ -12,6 +12,8 @@ import numpy as np
 
 from jax_megamoe.errors import check, describe
 
+__all__ = ["reserve_threads_at_import", "use_virtual_cpu_devices", "warn_if_short_of_threads"]
+
 # jaxlib before 0.12 admits 32 programs per CPU device in flight and lets further dispatches block
 # threads of the pool that has to run the first 32. With twice as many threads as devices the
 # blocked dispatches leave one thread per device free, and un-awaited steps no longer hang.

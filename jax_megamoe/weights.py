@@ -26,6 +26,29 @@ from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
 from jax_megamoe.errors import Array, check, check_array, describe, is_array
 
+__all__ = [
+    "BASES",
+    "CPU_PANEL",
+    "GPU_CHUNK",
+    "INTERLEAVE",
+    "LAYOUTS",
+    "MAX_SPREAD",
+    "ExpertWeights",
+    "check_biases",
+    "check_finite_scales",
+    "check_foldable",
+    "check_weights",
+    "deinterleave_gate_up",
+    "dequantize_stacked",
+    "dequantize_weights",
+    "expert_biases",
+    "gpu_chunk_bytes",
+    "interleave_gate_up",
+    "quantize_weights",
+    "to_layout",
+    "word_bits",
+]
+
 #: Gate and up rows alternate in groups of this many, so that one tile holds both halves of a pair.
 INTERLEAVE = 8
 #: Rows of one CPU panel: 8 gate and 8 up rows of linear 1, 16 rows of linear 2.

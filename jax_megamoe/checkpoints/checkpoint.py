@@ -43,6 +43,8 @@ from jax_megamoe.errors import check, describe
 from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
 
+__all__ = ["Checkpoint", "Progress", "RelativeError", "open"]
+
 #: Called with (experts done, experts in all).
 Progress = Callable[[int, int], None]
 

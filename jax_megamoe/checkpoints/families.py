@@ -11,6 +11,27 @@ from typing import Any, NamedTuple
 from jax_megamoe import routers
 from jax_megamoe.errors import check
 
+__all__ = [
+    "EXPERT_KEYS",
+    "FAMILIES",
+    "FAMILY_OF_NAME",
+    "FP8",
+    "HIDDEN_KEYS",
+    "MXFP4",
+    "PARTS",
+    "SHARED_FORMATS",
+    "SHARED_KEYS",
+    "SHARED_PROJECTIONS",
+    "TOP_K_KEYS",
+    "Family",
+    "Format",
+    "Matrix",
+    "Stored",
+    "detect_family",
+    "entry",
+    "spell_dtypes",
+]
+
 
 def spell_dtypes(values: str, scales: str | None) -> str:
     return f"{values} with {scales} scales" if scales else f"{values} without scales"

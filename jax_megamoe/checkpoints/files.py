@@ -15,6 +15,8 @@ import numpy as np
 
 from jax_megamoe.errors import check
 
+__all__ = ["AGAIN", "DTYPES", "Shard", "Tensor", "check_no_pointer", "load_json", "tensor_files"]
+
 DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "U8": np.uint8,

@@ -14,6 +14,8 @@ from jax_megamoe._ffi import __version__
 from jax_megamoe.cli import bench, compile, demo, info, timeline
 from jax_megamoe.errors import MegaMoEError
 
+__all__ = ["build_parser", "main"]
+
 _EPILOG = """\
 example:
   python -m jax_megamoe demo --devices 4 --tokens 64

@@ -16,6 +16,17 @@ import numpy as np
 from jax_megamoe.cli import info, shared
 from jax_megamoe.errors import check
 
+__all__ = [
+    "add_parser",
+    "gpu_faults",
+    "gpu_table",
+    "labels_above",
+    "measure",
+    "measure_gpu",
+    "plot_gpu",
+    "run",
+]
+
 #: Two layers further apart than this do not compute the same thing, and their times mean nothing.
 _MAX_DIFFERENCE = 1e-2
 #: The same on GPUs: half of E4M3's 2^-4. Tensor cores keep fewer bits of FP8 sums, and the unfused

@@ -15,6 +15,8 @@ from jax_megamoe.cli import cubin, info, shared
 from jax_megamoe.config import ACTIVATIONS
 from jax_megamoe.errors import check
 
+__all__ = ["ACCEPTED_LOCAL_BYTES", "ARCHITECTURES", "GRANULARITIES", "add_parser", "run"]
+
 ARCHITECTURES = ("cpu", "sm_90a", "sm_100a")
 GRANULARITIES = tuple(map(str, info.GRANULARITIES))
 #: Local memory per thread that is accepted. The compiler keeps two dozen values there that it uses

@@ -9,6 +9,8 @@ import dataclasses
 import struct
 from collections.abc import Iterator
 
+__all__ = ["KernelNeeds", "read_needs"]
+
 #: Attributes of a function in .nv.info: registers, bytes of local memory of the function alone, and
 #: with what it calls. Each value is a pair (index of the function's symbol, number).
 _REGISTERS, _FRAME_BYTES, _STACK_BYTES = 0x2F, 0x11, 0x12

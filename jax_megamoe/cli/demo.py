@@ -11,6 +11,8 @@ import numpy as np
 from jax_megamoe.cli import shared
 from jax_megamoe.errors import check
 
+__all__ = ["add_parser", "run"]
+
 #: Tokens compared with the float64 layer, spread over the ranks; all of them would take minutes.
 _TRUTH_TOKENS = 64
 #: The layer's distance to the truth may be this many times the reference's.

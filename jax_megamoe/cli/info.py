@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from jax_megamoe.cli import shared
 from jax_megamoe.errors import MegaMoEError
 
+__all__ = ["GRANULARITIES", "PRESETS", "add_parser", "add_shape_options", "config_of", "run"]
+
 if TYPE_CHECKING:
     from jax_megamoe.config import MegaMoEConfig
 

@@ -20,6 +20,23 @@ import numpy as np
 
 from jax_megamoe.errors import check
 
+__all__ = [
+    "SWIGLU_LIMIT",
+    "Progress",
+    "add_command",
+    "add_layer_options",
+    "check_output",
+    "cpu_mesh",
+    "format_table",
+    "generator",
+    "hardware",
+    "random_tokens",
+    "random_weights",
+    "readable_bytes",
+    "timed_ms",
+    "write_json",
+]
+
 if TYPE_CHECKING:
     import jax
 

@@ -10,6 +10,8 @@ from typing import Any
 from jax_megamoe.cli import info, shared
 from jax_megamoe.errors import check
 
+__all__ = ["ROUTINGS", "add_parser", "num_tiles", "record", "run"]
+
 ROUTINGS = ("uniform", "zipf", "none")
 
 
