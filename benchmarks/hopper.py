@@ -16,7 +16,7 @@ from typing import Any
 EPILOG = """examples:
   python benchmarks/hopper.py --out results            # results.json and results.md, an hour
   python benchmarks/hopper.py --out results --quick    # fewer batches, minutes
-  python benchmarks/hopper.py --out pro --models pro --ranks 2 --tokens 512 2048 --granularity row
+  python benchmarks/hopper.py --out pro --preset pro --ranks 2 --tokens 512 2048 --granularity row
 """
 ALL_TOKENS = [2**i for i in range(14)]  # 1 to 8192
 QUICK_TOKENS = [8, 128, 2048]
@@ -28,7 +28,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--out", type=Path, required=True, help="name of the files, without .json and .md")
-    option("--models", nargs="+", choices=("flash", "pro"), default=["flash", "pro"])
+    option("--preset", nargs="+", choices=("flash", "pro"), default=["flash", "pro"])
     option("--ranks", type=int, nargs="+", help="default: 1, and 2 if there are two GPUs")
     option("--tokens", type=int, nargs="+", help="per rank (default: 1, 2, 4, ... 8192)")
     option("--granularity", nargs="+", choices=("32", "128", "row"), default=["32", "128", "row"])
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = shared.Progress()
 
     layers = []
-    for model in arguments.models:
+    for model in arguments.preset:
         for ranks in all_ranks:
             configs = [
                 gpu_measure.make_config(gpu_measure.MODELS[model], ranks, max(tokens), granularity)

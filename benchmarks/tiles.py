@@ -21,7 +21,7 @@ from jax_megamoe.symmetric import granularity_number
 
 EPILOG = """examples:
   python benchmarks/tiles.py                                  # Flash, all granularities
-  python benchmarks/tiles.py --model pro --granularity row --tokens 64 128 256 --json tiles.json
+  python benchmarks/tiles.py --preset pro --granularity row --tokens 64 128 256 --json tiles.json
 """
 
 
@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--model", choices=tuple(gpu_measure.MODELS), default="flash")
+    option("--preset", choices=tuple(gpu_measure.MODELS), default="flash")
     option("--granularity", nargs="+", choices=("32", "128", "row"), default=["32", "128", "row"])
     option("--tokens", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 8192], help="per rank")
     option("--devices", type=int, default=1, help="ranks, one on each GPU (default 1)")
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = gpu_measure.num_gpus()
     if arguments.devices > gpus:
         raise SystemExit(f"--devices {arguments.devices}: this process sees {gpus} GPUs")
-    model = gpu_measure.MODELS[arguments.model]
+    model = gpu_measure.MODELS[arguments.preset]
     granularities = [g if g == "row" else int(g) for g in arguments.granularity]
     progress = shared.Progress()
     kernels = []
@@ -119,13 +119,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.seed,
         )
     print(
-        f"{arguments.model}, {arguments.devices} rank(s), us; *: chosen by select_tile, <: fastest"
+        f"{arguments.preset}, {arguments.devices} rank(s), us; *: chosen by select_tile, <: fastest"
     )
     print(table(results))
     if arguments.json is not None:
         hardware = shared.hardware() | {"gpus": gpu_measure.gpu_names()}
         content = {"schema": 1, "benchmark": "tiles", "hardware": hardware, "results": results}
-        shared.write_json(arguments.json, content | {"model": arguments.model})
+        shared.write_json(arguments.json, content | {"model": arguments.preset})
     bad = [row for row in results if not row["finite"]]
     for row in bad:
         print(f"FAIL: tile {row['tile']}, {row['tokens_per_rank']} tokens: not finite")

@@ -127,7 +127,7 @@ def test_hopper_writes_its_files(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "measure_gpu", lambda *a: measure(*a, make_ranks=SimulatedRanks))
     out = tmp_path / "results"
     command = ["--out", str(out), "--tokens", "4", "16", "--granularity", "row", "128"]
-    assert hopper.main([*command, "--models", "flash", "--repeats", "2"]) == 0
+    assert hopper.main([*command, "--preset", "flash", "--repeats", "2"]) == 0
     content = json.loads(out.with_suffix(".json").read_text())
     assert [(run["model"], run["ranks"]) for run in content["runs"]] == [
         ("flash", n) for n in range(1, ranks + 1)

@@ -209,6 +209,18 @@ def test_info_names_gpus(monkeypatch, capsys):
     assert "its regions on sm_90a" in output
 
 
+def test_a_preset_has_one_name_in_all_commands():
+    (commands,) = (a.choices for a in build_parser()._actions if isinstance(a.choices, dict))
+    names = {
+        option
+        for parser in commands.values()
+        for action in parser._actions
+        if action.choices and set(action.choices) == set(info.PRESETS)
+        for option in action.option_strings
+    }
+    assert names == {"--preset"}
+
+
 @pytest.mark.parametrize("preset", info.PRESETS)
 def test_info_presets(preset, capsys):
     assert main(["info", "--preset", preset]) == 0
@@ -458,7 +470,7 @@ def test_bench_takes_a_model_and_a_granularity(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(bench, "measure", lambda *a: seen.append(a) or ([], "cpu"))
     command = ["bench", "--backend", "cpu", "--granularity", "row"]
-    assert main([*command, "--model", "flash", "--devices", "4", "--hidden", "512"]) == 0
+    assert main([*command, "--preset", "flash", "--devices", "4", "--hidden", "512"]) == 0
     assert main([*command, "--experts", "16"]) == 0
     configs = [(a[0].num_experts, a[0].top_k, a[0].hidden, a[0].intermediate) for a in seen]
     assert configs == [(128, 6, 512, 2048), (16, 6, 1024, 512)]

@@ -182,7 +182,7 @@ def test_the_command_prints_and_writes_what_was_measured(monkeypatch, tmp_path, 
     monkeypatch.setattr(bench, "measure_gpu", measure_gpu)
     monkeypatch.setattr(gpu_measure, "gpu_names", lambda: ["NVIDIA Test", "NVIDIA Test"])
     path = tmp_path / "gpu.json"
-    command = ["bench", "--model", "pro", "--devices", "2", "--granularity", "32,row"]
+    command = ["bench", "--preset", "pro", "--devices", "2", "--granularity", "32,row"]
     command += ["--tokens", "8", "--top-k", "4", "--no-unfused", "--json", str(path)]
     assert main(command) == 0  # the back end is chosen
     output = capsys.readouterr().out

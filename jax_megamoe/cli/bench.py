@@ -61,7 +61,7 @@ def add_parser(commands: Any) -> Any:
         "layer's.",
         "bench --devices 4 --tokens 8,64 --repeats 5 --json bench.json\n"
         "      8 and 64 tokens on each of 4 ranks, 5 timed calls each\n"
-        "  python -m jax_megamoe bench --backend gpu --model flash --granularity 32,128,row\n"
+        "  python -m jax_megamoe bench --backend gpu --preset flash --granularity 32,128,row\n"
         "      DeepSeek-V4-Flash's layer with 32 experts on one GPU",
     )
     option = parser.add_argument
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> Any:
     )
     option("--devices", type=int, metavar="R", help="ranks (default 8 on CPU, 1 on GPUs)")
     option(
-        "--model",
+        "--preset",
         choices=tuple(info.PRESETS),
         help="a DeepSeek-V4 shape with its experts over 8 GPUs; the options below replace parts of "
         "it (default: flash on GPUs, a quarter of it each way with 64 experts on CPU)",
@@ -123,8 +123,8 @@ def run(args: Any) -> int:
 def _shape(args: Any, default: dict[str, int]) -> dict[str, int]:
     """hidden, intermediate, experts and top_k: of the model or the default, then as given."""
     shape = dict(default)
-    if args.model is not None:
-        model = _models()[args.model]
+    if args.preset is not None:
+        model = _models()[args.preset]
         shape |= {"hidden": model.hidden, "intermediate": model.intermediate}
         shape |= {"experts": model.local_experts * args.devices, "top_k": model.top_k}
     given = {name: getattr(args, name) for name in shape}
@@ -228,7 +228,7 @@ def _run_gpu(args: Any) -> int:
 
     args.devices = 1 if args.devices is None else args.devices
     args.repeats = args.repeats or 15
-    args.model = args.model or "flash"
+    args.preset = args.preset or "flash"
     gpus = gpu_measure.num_gpus()
     check(
         args.devices <= gpus,
@@ -270,7 +270,7 @@ def _run_gpu(args: Any) -> int:
         content |= {"floor": gpu_measure.FLOOR_FORMULA, "granularities": args.granularity}
         shared.write_json(args.json, content)
     if args.plot is not None:
-        plot_gpu(args.plot, results, f"{args.devices} x {gpu}, {args.model}")
+        plot_gpu(args.plot, results, f"{args.devices} x {gpu}, {args.preset}")
     faults = gpu_faults(results)
     print("\n".join(faults) if faults else "")
     return 1 if faults else 0

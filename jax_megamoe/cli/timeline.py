@@ -22,13 +22,13 @@ def add_parser(commands: Any) -> Any:
         "record what each role of the GPU kernel does when",
         "One call with a cold\nL2 is recorded, after warm ones. Recording takes time of its own: "
         "see `bench` for times.",
-        "timeline --out trace.json --model flash --tokens 128 --granularity row\n"
+        "timeline --out trace.json --preset flash --tokens 128 --granularity row\n"
         "      open trace.json at ui.perfetto.dev; the table on the screen is its summary",
     )
     option = parser.add_argument
     option("--out", type=Path, required=True, metavar="FILE", help="the trace, for Perfetto")
     option(
-        "--model",
+        "--preset",
         choices=tuple(info.PRESETS),
         default="flash",
         help="a DeepSeek-V4 shape with its experts over 8 GPUs (default flash); the options below "
@@ -63,7 +63,7 @@ def run(args: Any) -> int:
         check(value > 0, f"--{name}", got=value, want="at least 1", remedy=remedy)
     given = ("hidden", "intermediate", "local_experts", "top_k")
     changes = {name: getattr(args, name) for name in given if getattr(args, name) is not None}
-    model = gpu_measure.MODELS[args.model]._replace(**changes)
+    model = gpu_measure.MODELS[args.preset]._replace(**changes)
     granularity = "row" if args.granularity == "row" else int(args.granularity)
     config = gpu_measure.make_config(model, args.ranks, args.tokens, granularity)
     config.local_experts(args.ranks)
