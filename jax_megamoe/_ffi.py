@@ -30,7 +30,8 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What to pass as ``disabled_checks`` to `jax.export.export` for programs that call the layer.
 
     JAX exports custom calls only when told that their contract is stable. The target's name carries
-    a version, so a program exported under another contract is refused instead of run.
+    a version, so a program exported under another contract is refused instead of run. To serialise
+    what it exports, JAX needs flatbuffers: ``pip install 'jax-megamoe[export]'``.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 

@@ -310,7 +310,7 @@ def test_gradients_of_the_router_are_summed_over_devices(cases):
 
 
 def test_export(cases):
-    pytest.importorskip("flatbuffers")
+    pytest.importorskip("flatbuffers", reason="needs pip install 'jax-megamoe[export]'")
     case = cases("V4", 0)
     with open_block(case) as block:
         weights = block.shard(blocks.load(case.checkpoint, 0))

@@ -20,7 +20,7 @@ import doc_blocks
 from doc_blocks import ROOT
 
 if not (ROOT / "docs").is_dir():
-    pytest.skip("no docs/ beside the tests: a source distribution", allow_module_level=True)
+    pytest.skip("no docs/ beside the tests", allow_module_level=True)
 
 PAGES = doc_blocks.pages()
 BLOCKS = [block for page in PAGES for block in doc_blocks.blocks(page)]

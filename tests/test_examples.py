@@ -11,7 +11,11 @@ import pytest
 #: Examples that take minutes as they are.
 ARGUMENTS = {"char_moe": ["--quick"]}
 #: Examples that need more than the package and what its tests need.
-REQUIRES = {"flax_nnx": "flax", "orbax_resharding": "orbax.checkpoint"}
+REQUIRES = {
+    "export_and_reload": "flatbuffers",
+    "flax_nnx": "flax",
+    "orbax_resharding": "orbax.checkpoint",
+}
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 

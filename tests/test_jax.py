@@ -480,7 +480,7 @@ def run_script(folder, mode, check=True):
 
 
 def test_exported_program_runs_in_another_process(tmp_path):
-    pytest.importorskip("flatbuffers")
+    pytest.importorskip("flatbuffers", reason="needs pip install 'jax-megamoe[export]'")
     first = run_script(tmp_path, "export").stdout
     assert run_script(tmp_path, "load").stdout.splitlines()[-1] == first.splitlines()[-1]
     for mode in ("no_layer", "late"):  # back ends that start after the import, and before
@@ -497,7 +497,7 @@ def test_compilation_cache_works_across_processes(tmp_path):
 
 
 def test_export_needs_the_opt_in(layer, case, weights):
-    pytest.importorskip("flatbuffers")
+    pytest.importorskip("flatbuffers", reason="needs pip install 'jax-megamoe[export]'")
     with pytest.raises(ValueError, match=r"jax_megamoe\.mega_moe\.v3"):
         jax.export.export(jax.jit(layer))(
             *jax.device_put(case.operands, NamedSharding(layer.mesh, P("ep"))), weights
