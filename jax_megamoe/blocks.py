@@ -11,9 +11,10 @@ formulas, and for each family what is exact and what is rounded.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jax_megamoe.errors import (
     describe,
     is_array,
     narrow_ids,
+    refuse,
     to_float,
 )
 from jax_megamoe.layer import MegaMoE, MoEStats
@@ -197,6 +199,9 @@ class MoEBlock:
     Attributes:
       layer: the `MegaMoE`, for `check_failures`. Its buffers are given up by `close`, at the end
         of a ``with`` block, or by garbage collection.
+
+    Blocks of equal layers, routers, activations and norm_eps are equal; `copy.copy` and
+    `copy.deepcopy` make another user of the same buffers, and pickle is refused: as with `MegaMoE`.
     """
 
     def __init__(
@@ -302,6 +307,32 @@ class MoEBlock:
 
     def __repr__(self) -> str:
         return f"MoEBlock({self.router}, {self.layer})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MoEBlock):
+            return False
+        return self._site == other._site and self.layer == other.layer
+
+    def __hash__(self) -> int:
+        return hash((self._site, self.layer))
+
+    def __copy__(self) -> MoEBlock:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)  # all but the layer cannot change
+        twin.layer = copy.copy(self.layer)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoEBlock:
+        return self.__copy__()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(
+            "pickle of a block",
+            got="a MoEBlock, whose layer owns buffers of this process's devices",
+            want="something that another process can have",
+            remedy="pickle block.config and block.router, and create MoEBlock over the mesh of the "
+            "process that loads them; weights are arrays, which can be saved",
+        )
 
     def close(self) -> None:
         """Gives up the layer's buffers, see `MegaMoE.close`."""

@@ -24,10 +24,17 @@ cycle = [other]
 cycle.append(cycle)
 f = jax.jit(layer)
 """
+#: A reference that is never given up, as those of registries in C++ are.
+IMMORTAL = """
+import ctypes
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(layer))
+"""
 
 
-def test_nothing_is_printed_at_exit_with_layers_open():
-    done = subprocess.run([sys.executable, "-c", OPEN_AT_EXIT], capture_output=True, text=True)
+@pytest.mark.parametrize("more", ["", IMMORTAL], ids=["open", "immortal"])
+def test_nothing_is_printed_at_exit_with_layers_open(more):
+    command = [sys.executable, "-c", OPEN_AT_EXIT + more]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -86,6 +93,83 @@ def test_pickle_says_what_to_do():
         pytest.raises(jmm.MegaMoEError, match=r"layer\.config.*create MegaMoE over"),
     ):
         pickle.dumps({"layer": layer})
+
+
+def block_of(mesh, hidden=128):
+    config = jmm.MegaMoEConfig(8, 2, hidden, 128, 16)
+    return jmm.blocks.MoEBlock(config, jmm.routers.qwen3_moe(top_k=2), mesh)
+
+
+def block_weights(rng):
+    case = Case(rng, CONFIG, 4, 16)
+    router = rng.standard_normal((8, 128), np.float32)
+    return case.x, jmm.blocks.BlockWeights(case.weights, {"weight": router})
+
+
+def test_blocks_are_equal_and_copied_as_their_layers_are():
+    x, weights = block_weights(np.random.default_rng(9))
+    mesh = mesh_of(4)
+    with block_of(mesh) as block, block_of(mesh) as same:
+        assert block == same and hash(block) == hash(same)
+        others = jmm.routers.qwen3_moe(top_k=2, norm_topk_prob=False), block_of(mesh, 256)
+        assert block != jmm.blocks.MoEBlock(CONFIG, others[0], mesh) and block != others[1]
+        assert block != block.layer
+        twin, shallow = copy.deepcopy(block), copy.copy(block)
+        assert twin == block == shallow and twin.layer is not block.layer is not shallow.layer
+        placed = block.shard(weights)
+        want = np.asarray(block(x, placed))
+    for copied in (twin, shallow):
+        np.testing.assert_array_equal(np.asarray(copied(x, placed)), want)
+        copied.close()
+    assert not block.layer.buffer.is_open
+    with pytest.raises(jmm.MegaMoEError, match="closed"):
+        copy.copy(block)
+    with pytest.raises(jmm.MegaMoEError, match=r"block\.config and block\.router.*create MoEBlock"):
+        pickle.dumps([twin])
+
+
+def test_modules_of_flax_that_hold_a_layer(monkeypatch):
+    """A layer and a block are static attributes of a module, the arrays are its state."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs pip install 'jax-megamoe[examples]'")
+    traces = []
+
+    class MoE(nnx.Module):
+        def __init__(self, block, layer, weights):
+            self.block, self.layer = block, layer
+            self.gate = nnx.Param(weights.router["weight"])
+            leaves, self.tree = jax.tree.flatten(weights.experts)
+            self.experts = nnx.List([nnx.Variable(leaf) for leaf in leaves])
+
+        def __call__(self, x):
+            traces.append(x.shape)
+            experts = jax.tree.unflatten(self.tree, [leaf[...] for leaf in self.experts])
+            weights = jmm.blocks.BlockWeights(experts, {"weight": self.gate[...]})
+            topk_idx, topk_weights = self.block.router(x, self.gate)
+            y = self.layer(x, topk_idx, topk_weights, experts)
+            return self.block(x, weights), y
+
+    MoE.__qualname__ = "MoE"  # as one of a module has, which pickle looks up
+    monkeypatch.setattr(sys.modules[__name__], "MoE", MoE, raising=False)
+    x, weights = block_weights(np.random.default_rng(10))
+    mesh = mesh_of(4)
+    with block_of(mesh) as block, jmm.MegaMoE(CONFIG, mesh) as layer:
+        model = MoE(block, layer, block.shard(weights))
+        call = nnx.jit(lambda model, x: model(x))
+        want = [np.asarray(y) for y in call(model, x)]
+        np.testing.assert_array_equal(*want)  # a block without more parts is router and layer
+        twin = copy.deepcopy(model)
+        assert twin.gate is not model.gate and twin.layer is not layer and twin.block is not block
+        for other in (twin, nnx.clone(model), nnx.merge(*nnx.split(model))):
+            for y in call(other, x):
+                np.testing.assert_array_equal(np.asarray(y), want[0])
+        assert len(traces) == 1  # static attributes of all of them are equal
+        with pytest.raises(jmm.MegaMoEError, match=r"pickle of a (block|layer): .*create M"):
+            pickle.dumps(model)
+        twin.gate[...] = -twin.gate[...]  # the copy has arrays of its own
+        y, same = call(twin, x)
+        assert (np.asarray(y) != want[0]).any()
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(same))
+        np.testing.assert_array_equal(np.asarray(call(model, x)[0]), want[0])
 
 
 def test_shard_is_compiled_once_per_shape(monkeypatch):

@@ -262,6 +262,10 @@ NB_MODULE(_native, m) {
   using namespace jax_megamoe;
   using ffi_api::CallSite;
 
+  // A layer that lives until the interpreter ends, in a registry of JAX or in a module's globals,
+  // is no mistake to be reported to whoever ends a program.
+  nb::set_leak_warnings(false);
+
   m.attr("VERSION") = JAX_MEGAMOE_VERSION;
   m.attr("FFI_API_VERSION") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("CPU_BLOCK_M") = cpu::kBlockM;
