@@ -285,3 +285,35 @@ def test_a_router_with_its_gate_spread(rng, name, x_spec, w_spec):
         # Sums of up to 32 terms in two orders: 2^-19 of the terms, which cancel in part. A device's
         # share that is missing or counts twice is an eighth.
         assert jmm.reference.relative_error(a, b.astype(np.float64)) <= 2.0**-12
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("x_spec", [P(), P("data"), P(("data", "ep"))], ids=str)
+def test_hash_layers_and_loads_on_explicit_meshes(rng, x_spec, jit):
+    """The table is looked up where the token is; loads of all shards come out summed."""
+    router = routers.deepseek_v4(top_k=2, routed_scaling_factor=1.5)
+    x, w = (rng.integers(-8, 9, (16, 32)).astype(np.float32) / 8 for _ in range(2))
+    table = rng.integers(-1, 16, (9, 2)).astype(np.int32)
+    ids = rng.integers(0, 9, 16).astype(np.int32)
+    mesh = jax.make_mesh((2, 4), ("data", "ep"), (AxisType.Explicit,) * 2)
+
+    def route(x, w, table, ids):
+        idx, p = router(x, w, tid2eid=table, token_ids=ids)
+        return idx, p, routers.expert_load(idx, 16)
+
+    want_idx, want_p, _ = route(x, w, table, ids)
+    specs = x_spec, P("ep"), P(), x_spec
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in zip((x, w, table, ids), specs, strict=True)
+        ]
+        idx, p, load = (jax.jit(route) if jit else route)(*placed)
+        bias = jax.device_put(np.zeros(16, np.float32), NamedSharding(mesh, P("ep")))
+        step = routers.update_bias(bias, load)
+    np.testing.assert_array_equal(np.asarray(idx), table[ids])
+    np.testing.assert_array_equal(np.asarray(idx), np.asarray(want_idx))
+    np.testing.assert_array_equal(np.asarray(p == 0), np.asarray(want_p == 0))
+    counts = np.bincount(table[ids][table[ids] >= 0], minlength=16)
+    np.testing.assert_array_equal(np.asarray(load), counts)
+    assert (np.sign(np.asarray(step)) == np.sign(counts.mean() - counts)).all()
