@@ -107,6 +107,28 @@ def test_scan_over_layers_with_a_psum_in_each_step(setup, place):
     same(y, x)
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("granularity", [32, "row"])
+def test_scan_over_a_stack_of_layers(setup, place, granularity):
+    one = setup(place, with_granularity(granularity))
+    first = jax.tree.map(np.asarray, one.case.weights)
+    layers = [first, jax.tree.map(lambda a: a[::-1], first), first]
+    stack = one.layer.shard(jax.tree.map(lambda *arrays: np.stack(arrays), *layers))
+    alone = [one.layer.shard(weights) for weights in layers]
+    for number, weights in enumerate(alone):
+        jax.tree.map(lambda every, a, i=number: same(every[i], a), stack, weights)
+
+    def step(x, weights):
+        y = one.layer(x, one.idx, one.p, weights)
+        return jnp.tanh(y), y
+
+    _, ys = jax.jit(lambda x, stack: jax.lax.scan(step, x, stack))(one.x, stack)
+    call, x = jax.jit(one.layer), one.x  # the same by hand, a call at a time
+    for y, weights in zip(ys, alone, strict=True):
+        same(y, call(x, one.idx, one.p, weights))
+        x = jax.jit(jnp.tanh)(y)
+
+
 @pytest.mark.parametrize("chained", [True, False], ids=["chained", "free"])
 @pytest.mark.parametrize("place", TWO_RANKS)
 def test_collectives_between_calls(setup, place, chained):
