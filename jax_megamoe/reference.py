@@ -643,16 +643,17 @@ def _float64(x, topk_idx, topk_weights, weights, biases, config, num_tokens, rou
     if biases is None:
         biases = [np.zeros(w.shape[:2]) for w in (w_gate, w_up, w_down)]
     b_gate, b_up, b_down = (np.asarray(b).astype(np.float64) for b in biases)
-    slots = [np.nonzero(routed & (idx == expert)) for expert in range(config.num_experts)]
+    chosen = np.unique(idx[routed])
+    slots = {expert: np.nonzero(routed & (idx == expert)) for expert in chosen}
     acts = np.zeros((*idx.shape, config.intermediate), np.float64)
-    for expert, (rank, token, k) in enumerate(slots):
+    for expert, (rank, token, k) in slots.items():
         gate = x[rank, token] @ w_gate[expert].astype(np.float64).T + b_gate[expert]
         up = x[rank, token] @ w_up[expert].astype(np.float64).T + b_up[expert]
         values = activate_float64(gate, up, config.activation)
         acts[rank, token, k] = values * topk_weights[rank, token, k][:, None]
     acts = round_acts(acts)
     y = np.zeros(x.shape, np.float64)
-    for expert, (rank, token, k) in enumerate(slots):
+    for expert, (rank, token, k) in slots.items():
         # add.at and not +=: a token that names the expert twice has two rows here.
         rows = acts[rank, token, k] @ w_down[expert].astype(np.float64).T
         rows += topk_weights[rank, token, k][:, None] * b_down[expert]

@@ -790,22 +790,6 @@ def mega_moe(
     Raises:
       MegaMoEError: see `local`.
     """
-    spec = PartitionSpec(axis)
-
-    def body(x, topk_idx, topk_weights, weights, num_tokens):
-        return local(
-            x,
-            topk_idx,
-            topk_weights,
-            weights,
-            config,
-            axis=axis,
-            num_tokens=num_tokens,
-            transport=transport,
-            gemm=gemm,
-            differentiable=differentiable,
-        )
-
     axes = axis if isinstance(axis, tuple) else (axis,)
     check(
         isinstance(mesh, Mesh) and set(axes) <= set(mesh.axis_names),
@@ -829,6 +813,20 @@ def mega_moe(
     operands = (tokens, topk_idx, topk_weights, weights, num_tokens)
     if AxisType.Explicit in mesh.axis_types:
         # Explicit axes make shard_map insist on operands that are sharded as in_specs says.
-        operands = jax.reshard(operands, NamedSharding(mesh, spec))
-    sharded = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    return sharded(*operands)
+        operands = jax.reshard(operands, NamedSharding(mesh, PartitionSpec(axis)))
+    options = dict(transport=transport, gemm=gemm, differentiable=differentiable)
+    return _global_call(config, mesh, axis, check_vma, **options)(*operands)
+
+
+@functools.lru_cache(maxsize=128)  # bounded: it keeps compiled programs alive
+def _global_call(config, mesh, axis, check_vma, **options):
+    """Compiled once, also for calls outside of jit, where JAX would compile each operation."""
+
+    def body(x, topk_idx, topk_weights, weights, num_tokens):
+        operands = (x, topk_idx, topk_weights, weights, config)
+        return local(*operands, axis=axis, num_tokens=num_tokens, **options)
+
+    spec = PartitionSpec(axis)
+    return jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    )

@@ -217,7 +217,7 @@ def pools(case, block_m, num_tokens=None):
 
 
 def _product(rows, matrix):
-    """rows [M, K] times matrix [N, K] -> [M, N] float32: the same bits wherever a row stands.
+    """rows [M, K] times float64 matrix [N, K] -> [M, N] float32, whose bits depend on nothing else.
 
     The order in which a library sums depends on the shape, on a row's place and on the processor;
     slots come in a random order. Products of E4M3 and E2M1 values, scaled, have 6 significant bits.
@@ -226,7 +226,7 @@ def _product(rows, matrix):
     scales of a row's groups lie within 2^19. Beyond that an order changes 2^-53 of the largest
     sum, which the rounding to FP32 below, 2^29 times as coarse, hides but for one value in 2^28.
     """
-    return (rows.astype(np.float64) @ matrix.astype(np.float64).T).astype(np.float32)
+    return (rows.astype(np.float64) @ matrix.T).astype(np.float32)
 
 
 class SimulatedRanks:
@@ -247,7 +247,7 @@ class SimulatedRanks:
 
     def set_all_weights(self, weights):
         with on_cpu():
-            self._dense = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
+            self._dense = [np.asarray(w, np.float64) for w in jmm.dequantize_weights(weights)]
             biases = jmm.expert_biases(weights)
             self._biases = None if biases is None else [np.asarray(b) for b in biases]
 
@@ -257,7 +257,7 @@ class SimulatedRanks:
             own = [np.asarray(w) for w in jmm.dequantize_weights(weights)]
         local = self.config.num_experts // self.num_ranks
         if not self._dense:
-            self._dense = [np.zeros((local * self.num_ranks, *w.shape[1:]), w.dtype) for w in own]
+            self._dense = [np.zeros((local * self.num_ranks, *w.shape[1:])) for w in own]
         for all_, part in zip(self._dense, own, strict=True):
             all_[rank * local : (rank + 1) * local] = part
 

@@ -1,7 +1,6 @@
 """The layer on virtual CPU devices against the reference, over routings, ranks and edge cases."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +252,10 @@ def test_wide_ids_are_never_another_expert():
     with jmm.MegaMoE(config, mesh) as layer:
         weights = layer.shard(case.weights)
         spec = jax.P("ep")
-        local = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+
+        def local(body):
+            return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
+
         by_rank = [case.by_rank(a) for a in (case.x, case.topk_weights)]
         takers = {
             "layer": lambda ids: layer(case.x, ids, case.topk_weights, weights),
