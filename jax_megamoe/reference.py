@@ -643,7 +643,7 @@ def _float64(x, topk_idx, topk_weights, weights, biases, config, num_tokens, rou
     if biases is None:
         biases = [np.zeros(w.shape[:2]) for w in (w_gate, w_up, w_down)]
     b_gate, b_up, b_down = (np.asarray(b).astype(np.float64) for b in biases)
-    chosen = np.unique(idx[routed])
+    chosen = np.unique(idx[routed]).astype(int)
     slots = {expert: np.nonzero(routed & (idx == expert)) for expert in chosen}
     acts = np.zeros((*idx.shape, config.intermediate), np.float64)
     for expert, (rank, token, k) in slots.items():
