@@ -4,7 +4,7 @@ import os
 
 # Workers of one run share the GPUs: none may take most of the memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# A worker for each core is what runs in parallel; threads of NumPy's would wait for cores, spinning.
+# Tests run in parallel by workers; threads of NumPy in each would spin, waiting for cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the suite's time is XLA compiling programs that run once: let it optimise less.
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
