@@ -14,7 +14,7 @@ from jax_megamoe import blocks, checkpoints, quantize, reference, routers, unfus
 from jax_megamoe._ffi import __version__, export_checks
 from jax_megamoe.config import Activation, MegaMoEConfig, gpt_oss_swiglu, situ, swiglu
 from jax_megamoe.errors import MegaMoEError
-from jax_megamoe.failures import MegaMoERuntimeError, check_failures
+from jax_megamoe.failures import MegaMoERuntimeError, check_failures, on_failure
 from jax_megamoe.layer import MegaMoE, MoEStats
 from jax_megamoe.symmetric import SymmetricBuffer, buffer_bytes, buffer_regions
 from jax_megamoe.virtual_devices import use_virtual_cpu_devices
@@ -45,6 +45,7 @@ __all__ = [
     "expert_biases",
     "export_checks",
     "gpt_oss_swiglu",
+    "on_failure",
     "quantize",
     "quantize_weights",
     "reference",

@@ -225,9 +225,17 @@ def create_gpu_buffer(key: str, shape: MoeShape, granularity: int, groups: Seque
     Allocates one buffer per rank on its GPU; groups[g][r] is the ordinal of rank r of group g. Raises MemoryError, or RuntimeError if GPUs have no link or there is no driver.
     """
 
-def on_gpu_failure(callback: Callable) -> None:
+def prepare_gpu_kernel(key: str, tile: int, activation: int, bias: bool) -> None:
+    """Compiles and loads a kernel of a buffer, unless it is there."""
+
+def wait_gpu_report() -> str | None:
     """
-    The main thread calls `callback` some time after a call has failed; what it raises is raised there.
+    Waits until a call has failed; returns its report, or None once the process ends.
+    """
+
+def call_in_main_thread(callback: Callable) -> bool:
+    """
+    The main thread calls `callback` between two byte codes, and raises what it raises. False if too many such calls wait already.
     """
 
 def take_gpu_failures() -> list[str]:

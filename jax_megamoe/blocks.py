@@ -334,6 +334,10 @@ class MoEBlock:
             "process that loads them; weights are arrays, which can be saved",
         )
 
+    def warm_up(self, tokens: int | Sequence[int] | None = None, *, bias: bool = False) -> int:
+        """Compiles and loads the GPU kernels of calls to come, see `MegaMoE.warm_up`."""
+        return self.layer.warm_up(tokens, bias=bias)
+
     def close(self) -> None:
         """Gives up the layer's buffers, see `MegaMoE.close`."""
         self.layer.close()

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, overload
 
 import jax
@@ -20,7 +20,15 @@ from jax_megamoe import quantize, unfused
 from jax_megamoe import weights as weights_lib
 from jax_megamoe._ffi import TARGET, native
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import check, check_array, describe, is_array, narrow_ids, refuse
+from jax_megamoe.errors import (
+    MegaMoEError,
+    check,
+    check_array,
+    describe,
+    is_array,
+    narrow_ids,
+    refuse,
+)
 from jax_megamoe.failures import check_failures
 from jax_megamoe.operands import (
     PER_RANK,
@@ -39,6 +47,7 @@ from jax_megamoe.symmetric import (
     SymmetricBuffer,
     activation_number,
     activation_params,
+    compile_to_cache,
     granularity_number,
     moe_shape,
     plan_buffer,
@@ -193,11 +202,55 @@ class MegaMoE:
         )
 
     def check_failures(self) -> None:
-        """Raises `MegaMoERuntimeError` if a call on GPUs failed and nobody has been told of it.
+        """Raises `MegaMoERuntimeError` if a call on GPUs failed and nothing has raised that yet.
 
         See `jax_megamoe.check_failures`; it looks at the calls of all layers of the process.
         """
         check_failures()
+
+    def warm_up(self, tokens: int | Sequence[int] | None = None, *, bias: bool = False) -> int:
+        """Compiles and loads the GPU kernels of calls to come, before the first of them.
+
+        Without it a kernel is compiled when JAX compiles a program that calls the layer, which
+        takes seconds; compiled kernels stay on disk, see docs/jax.md. A layer over an AbstractMesh
+        puts them there and loads nothing. Loading waits for running kernels.
+
+        Args:
+          tokens: numbers of tokens per rank, rows of a shard of x, of these calls. None: all from
+            0 to config.max_tokens_per_rank.
+          bias: True if the weights have biases.
+
+        Returns:
+          How many kernels these calls use, all of them ready now. 0 on CPU, where nothing is
+          compiled.
+
+        Raises:
+          MegaMoEError: numbers out of range, a closed layer, or a kernel that cannot be compiled.
+        """
+        self.check_open()
+        limit = self.config.max_tokens_per_rank
+        wanted = range(limit + 1) if tokens is None else np.atleast_1d(np.asarray(tokens)).tolist()
+        check(
+            all(type(rows) is int and 0 <= rows <= limit for rows in wanted),
+            "tokens",
+            got=describe(tokens),
+            want=f"ints from 0 to max_tokens_per_rank, {limit}",
+            remedy="they count the tokens of one rank: rows of x over the number of token shards",
+        )
+        if self.backend == "cpu":
+            return 0
+        shape = moe_shape(self.config, self.num_ranks, self.backend)
+        number = granularity_number(self.config)
+        tiles = sorted({native.gpu_select_tile(shape, number, rows) for rows in wanted})
+        try:
+            for tile in tiles:
+                if self._buffer is not None:
+                    self._buffer.prepare(self.config, tile, bias)
+                else:
+                    compile_to_cache(self.config, shape, tile, bias)
+        except RuntimeError as error:
+            raise MegaMoEError(str(error)) from error
+        return len(tiles)
 
     def close(self) -> None:
         """Gives up the symmetric buffers. Programs that call the layer fail from then on.

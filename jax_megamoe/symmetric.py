@@ -20,7 +20,7 @@ from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe
-from jax_megamoe.failures import raise_in_main_thread
+from jax_megamoe.failures import listen, shut_down
 from jax_megamoe.virtual_devices import warn_if_short_of_threads
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "activation_params",
     "buffer_bytes",
     "buffer_regions",
+    "compile_to_cache",
     "granularity_number",
     "moe_shape",
     "plan_buffer",
@@ -246,7 +247,7 @@ class SymmetricBuffer:
         if backend == "cpu":
             warn_if_short_of_threads(mesh.devices.size)
         else:
-            raise_in_main_thread()
+            listen()
         with cls._lock:
             buffer = cls._open.get(key)
             if buffer is None:
@@ -268,6 +269,11 @@ class SymmetricBuffer:
     @property
     def is_open(self) -> bool:
         return self._users > 0
+
+    def prepare(self, config: MegaMoEConfig, tile: int, bias: bool) -> None:
+        """Compiles and loads the kernel of one tile, unless it is there. For GPUs."""
+        activation = activation_number(config.activation)
+        native.prepare_gpu_kernel(self.key, tile, activation, bias)
 
     def read(self, region: str, rank: int, group: int = 0) -> np.ndarray:
         """A copy of one region, for tests and for looking; waits until no call runs.
@@ -305,7 +311,7 @@ class SymmetricBuffer:
 
 @atexit.register
 def _release_all() -> None:
-    native.shut_down_gpu()  # a kernel that waits for a rank must not hold up the end
+    shut_down()  # a kernel that waits for a rank must not hold up the end
     for key in native.buffer_keys():
         native.release_buffer(key)
 
@@ -378,6 +384,18 @@ def plan_buffer(
     groups = ordinals.reshape(-1, ordinals.shape[-1]).tolist()
     shape = moe_shape(config, len(groups[0]), backend)
     return backend, _buffer_key(shape, groups, backend, granularity_number(config))
+
+
+def compile_to_cache(config: MegaMoEConfig, shape: native.MoeShape, tile: int, bias: bool) -> None:
+    """Compiles the kernel of one tile to where buffers of this shape find it; needs no GPU."""
+    options = native.gpu_kernel_options(
+        shape,
+        granularity_number(config),
+        tile,
+        activation=activation_number(config.activation),
+        bias=bias,
+    )
+    native.compile_kernel(str(include_dir()), options, nvrtc_path())
 
 
 def _buffer_key(

@@ -45,3 +45,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20261130)
+
+
+@pytest.fixture
+def on_failure():
+    """`jax_megamoe.on_failure`, whose choice ends with the test."""
+    before = jmm.on_failure("log")
+    yield jmm.on_failure
+    jmm.on_failure(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -302,7 +303,8 @@ def test_relative_error_in_words():
     assert str(error) == "gate 12.34%, up 10.00%, down 0.00%"
 
 
-def test_progress(rng, tmp_path, capsys):
+def test_progress(rng, tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO, "jax_megamoe")
     checkpoint = checkpoints.open(files.write(make("V3", rng), tmp_path))
     calls = []
     checkpoint.experts(1, requantize=True, progress=lambda *call: calls.append(call))
@@ -311,9 +313,8 @@ def test_progress(rng, tmp_path, capsys):
     checkpoint.experts(1, [0, 3], requantize=True, progress=True)
     out, err = capsys.readouterr()
     assert out == ""
-    bar, error = err.splitlines()[-2:]
-    assert bar.endswith(f"layer 1 [{'#' * 30}] 2/2 experts")
-    assert error == f"layer 1, relative error: {checkpoint.relative_errors[1]}"
+    assert err.splitlines()[-1].endswith(f"layer 1 [{'#' * 30}] 2/2 experts")
+    assert caplog.messages[-1] == f"layer 1, relative error: {checkpoint.relative_errors[1]}"
 
 
 # Partial reads -----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <map>
 #include <set>
 #include <stdexcept>
@@ -21,17 +20,27 @@ constexpr milliseconds kReportGrace(20);
 // A failed call's kernels end at once when told to; more means that a GPU is lost.
 constexpr double kSettleSlack = 30;
 constexpr size_t kMaxRefusedRuns = 64;
+constexpr size_t kMaxReports = 64;  // that nobody waits for
 
 struct Process {
   std::mutex mutex;
   std::set<GpuBuffer*> buffers;
   std::multimap<std::string, KernelVariant> wishes;  // of a buffer's key
-  std::function<void(const std::string&)> listener;
+  std::deque<std::string> reports;
+  std::condition_variable reported;
+  bool ending = false;
 };
 
 Process& process() {
   static Process* instance = new Process;  // never destroyed: XLA's threads may outlive main
   return *instance;
+}
+
+void report(const std::string& text) {
+  std::lock_guard<std::mutex> lock(process().mutex);
+  process().reports.push_back(text);
+  if (process().reports.size() > kMaxReports) process().reports.pop_front();
+  process().reported.notify_one();
 }
 
 std::vector<Device> open_devices(const std::vector<std::vector<int32_t>>& groups) {
@@ -208,14 +217,7 @@ void GpuBuffer::settle(Group& group) {
       }
       while (group.refused_runs.size() > kMaxRefusedRuns) group.refused_runs.pop_front();
     }
-    std::fprintf(stderr, "%s\n", failure.text.c_str());
-    std::fflush(stderr);
-    std::function<void(const std::string&)> listener;
-    {
-      std::lock_guard<std::mutex> lock(process().mutex);
-      listener = process().listener;
-    }
-    if (listener) listener(failure.text);
+    report(failure.text);
     if (failure.timed_out) group.ranks->abort();  // kernels launched since
     group.ranks->synchronize();
     group.ranks->reset();
@@ -223,7 +225,7 @@ void GpuBuffer::settle(Group& group) {
     lost = std::string("jax_megamoe: symmetric buffer ") + key() +
            ": a GPU cannot be used any more after a failed call: " + error.what() +
            ". End the process.";
-    std::fprintf(stderr, "%s\n", lost.c_str());
+    report(lost);
   }
   std::lock_guard<std::mutex> lock(mutex_);
   group.lost = lost;
@@ -294,9 +296,13 @@ void GpuBuffer::shut_down() {
   }
 }
 
-void set_failure_listener(std::function<void(const std::string& text)> listener) {
-  std::lock_guard<std::mutex> lock(process().mutex);
-  process().listener = std::move(listener);
+std::optional<std::string> wait_for_report() {
+  std::unique_lock<std::mutex> lock(process().mutex);
+  process().reported.wait(lock, [] { return process().ending || !process().reports.empty(); });
+  if (process().reports.empty()) return std::nullopt;
+  std::string text = std::move(process().reports.front());
+  process().reports.pop_front();
+  return text;
 }
 
 std::vector<std::string> take_failures() {
@@ -309,10 +315,11 @@ std::vector<std::string> take_failures() {
 }
 
 void shut_down_all() {
-  set_failure_listener(nullptr);
   std::vector<GpuBuffer*> buffers;
   {
     std::lock_guard<std::mutex> lock(process().mutex);
+    process().ending = true;
+    process().reported.notify_all();
     buffers.assign(process().buffers.begin(), process().buffers.end());
   }
   for (GpuBuffer* buffer : buffers) buffer->shut_down();

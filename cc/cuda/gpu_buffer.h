@@ -2,7 +2,7 @@
 // failures.
 //
 // A launch is asynchronous and nothing waits for a kernel, so a failure is found by a thread that
-// looks at the kernels' records in host memory. It tells the process (set_failure_listener), stops
+// looks at the kernels' records in host memory. It tells the process (wait_for_report), stops
 // further launches on that group until the devices are idle, puts all counters back to their first
 // state, and lets launches go on. A program whose launch meets a failure that nobody has heard of,
 // or that took part in the failed call, gets it as an error, on all of its ranks.
@@ -11,9 +11,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <thread>
@@ -96,8 +96,9 @@ class GpuBuffer final : public host::SymmetricBuffer {
   std::thread watcher_;
 };
 
-// Told on a thread of a buffer, without locks, when a call has failed. One per process.
-void set_failure_listener(std::function<void(const std::string& text)> listener);
+// Waits until a call has failed or a GPU is lost, and returns the report; each is returned once, in
+// the order in which they were found. Nothing once the process ends, see shut_down_all.
+std::optional<std::string> wait_for_report();
 
 // Of all buffers that exist, released ones that a CUDA graph keeps included.
 std::vector<std::string> take_failures();

@@ -231,22 +231,27 @@ void create_gpu_buffer(const std::string& key, const MoeShape& layout, uint32_t 
                                         cuda::Toolchain{include_dir, nvrtc_path, nullptr}));
 }
 
-// The listener runs on a native thread. Python runs pending calls in the main thread, between two
-// byte codes; an exception from there is raised in whatever the main thread is doing.
-PyObject* failure_callback = nullptr;
-
-int run_failure_callback(void*) {
-  PyObject* result = PyObject_CallNoArgs(failure_callback);
+// Python runs pending calls in the main thread, between two byte codes; an exception from there is
+// raised in whatever the main thread is doing.
+int run_pending(void* callback) {
+  PyObject* result = PyObject_CallNoArgs(static_cast<PyObject*>(callback));
+  Py_DECREF(static_cast<PyObject*>(callback));
   if (result == nullptr) return -1;
   Py_DECREF(result);
   return 0;
 }
 
-void on_gpu_failure(nb::callable callback) {
-  Py_XDECREF(failure_callback);
-  failure_callback = callback.release().ptr();
-  cuda::set_failure_listener(
-      [](const std::string&) { Py_AddPendingCall(&run_failure_callback, nullptr); });
+bool call_in_main_thread(nb::callable callback) {
+  PyObject* owned = callback.release().ptr();
+  if (Py_AddPendingCall(&run_pending, owned) == 0) return true;
+  Py_DECREF(owned);
+  return false;
+}
+
+void prepare_gpu_kernel(const std::string& key, int32_t tile, uint32_t activation, bool bias) {
+  const auto buffer = host::find_buffer_of<cuda::GpuBuffer>(key);
+  if (buffer == nullptr) throw std::invalid_argument("jax_megamoe: no GPU buffer with key " + key);
+  buffer->kernels().prepare({static_cast<uint32_t>(tile), cuda::to_activation(activation), bias});
 }
 
 void bind_gpu_layer(nb::module_& m) {
@@ -265,9 +270,13 @@ void bind_gpu_layer(nb::module_& m) {
         "include_dir"_a, "nvrtc_path"_a,
         "Allocates one buffer per rank on its GPU; groups[g][r] is the ordinal of rank r of group "
         "g. Raises MemoryError, or RuntimeError if GPUs have no link or there is no driver.");
-  m.def("on_gpu_failure", &on_gpu_failure, "callback"_a,
-        "The main thread calls `callback` some time after a call has failed; what it raises is "
-        "raised there.");
+  m.def("prepare_gpu_kernel", &prepare_gpu_kernel, "key"_a, "tile"_a, "activation"_a, "bias"_a,
+        Release(), "Compiles and loads a kernel of a buffer, unless it is there.");
+  m.def("wait_gpu_report", &cuda::wait_for_report, Release(),
+        "Waits until a call has failed; returns its report, or None once the process ends.");
+  m.def("call_in_main_thread", &call_in_main_thread, "callback"_a,
+        "The main thread calls `callback` between two byte codes, and raises what it raises. False "
+        "if too many such calls wait already.");
   m.def("take_gpu_failures", &cuda::take_failures, nb::call_guard<nb::gil_scoped_release>(),
         "Texts of failed calls that nobody has been told of yet; each is returned once.");
   m.def("shut_down_gpu", &cuda::shut_down_all, nb::call_guard<nb::gil_scoped_release>(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import operator
 import os
@@ -44,6 +45,8 @@ from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
 
 __all__ = ["Checkpoint", "Progress", "RelativeError", "open"]
+
+logger = logging.getLogger("jax_megamoe")
 
 #: Called with (experts done, experts in all).
 Progress = Callable[[int, int], None]
@@ -227,7 +230,8 @@ class Checkpoint:
           layer: one of `layers`.
           experts: ids, in the order of the result; for one host's part a range. None: all.
           requantize: round what is not MXFP4 to it, by the rules of `quantize_weights`, on JAX's
-            default device, one matrix at a time. `relative_errors` then has what it cost.
+            default device, one matrix at a time. `relative_errors` then has what it cost, and a log
+            record of level INFO.
           progress: True for a bar on stderr, or a function that gets (experts done, in all).
 
         Returns:
@@ -290,9 +294,7 @@ class Checkpoint:
                     for role, (error, norm) in squares.items()
                 }
             )
-            if progress is True:
-                error = self.relative_errors[layer]
-                print(f"layer {layer}, relative error: {error}", file=sys.stderr)
+            logger.info("layer %d, relative error: %s", layer, self.relative_errors[layer])
         bias: dict[str, Any] = {}
         stored_biases = self.biases(layer, ids)
         if stored_biases:
