@@ -21,7 +21,7 @@ from moe_case import GpuCase
 granularity, tile, racecheck = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "racecheck"
 granularity = granularity if granularity == "row" else int(granularity)
 sizes = dict(num_experts=4, top_k=2, hidden=256, intermediate=128)
-config = with_granularity(granularity, **sizes, timeout_s=100.0)
+config = with_granularity(granularity, **sizes, timeout_s=800.0)
 case = GpuCase(np.random.default_rng(1), config, 1, 40)
 # Few blocks, so that each one goes several times around its ring of stages.
 ranks = load(GpuRanks(config, [0], ctas_per_rank=3, racecheck=racecheck), case)
