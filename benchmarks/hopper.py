@@ -78,9 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jax_megamoe import gpu_measure
-    from jax_megamoe._ffi import native
+    from jax_megamoe._backends import SM_90A
     from jax_megamoe.cli import bench, shared
-    from jax_megamoe.symmetric import granularity_number, moe_shape
+    from jax_megamoe.symmetric import moe_shape
 
     gpus = gpu_measure.num_gpus()
     all_ranks = arguments.ranks or ([1, 2] if gpus >= 2 else [1])
@@ -102,9 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kernels = set()
     for _, ranks, configs in layers:
         for config in configs:
-            shape, number = moe_shape(config, ranks, "sm_90a"), granularity_number(config)
-            for count in tokens:
-                kernels.add((config, ranks, native.gpu_select_tile(shape, number, count)))
+            shape = moe_shape(config, ranks, SM_90A.name)
+            tiles = SM_90A.used_tiles(config, shape, tokens)
+            kernels |= {(config, ranks, tile) for tile in tiles}
     progress(f"compile {len(kernels)} kernels")
     gpu_measure.compile_ahead(sorted(kernels, key=str))
 

@@ -1,11 +1,11 @@
-"""Loads the native module and registers its handlers with XLA."""
+"""Loads the native module, and turns what users pass into what it takes."""
 
 from __future__ import annotations
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
 
-from jax_megamoe.errors import MegaMoEError
+from jax_megamoe.config import Activation, MegaMoEConfig
 
 try:
     from jax_megamoe import _native as native
@@ -20,11 +20,6 @@ __version__ = native.VERSION
 #: With the contract's version: a cached program must not meet handlers of another contract.
 TARGET = "jax_megamoe.mega_moe.v3"
 
-# At import, so that a program from `jax.export` or a cache finds the handlers before any layer
-# exists. JAX keeps them until its back ends start; CUDA's may never.
-jax.ffi.register_ffi_target(TARGET, native.cpu_ffi_handlers(), platform="cpu")
-jax.ffi.register_ffi_target(TARGET, native.gpu_ffi_handlers(), platform="CUDA")
-
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What to pass as ``disabled_checks`` to `jax.export.export` for programs that call the layer.
@@ -36,33 +31,18 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
 
-def mesh_backend(mesh: Mesh) -> str:
-    """Name of the back end for all devices of a mesh, or a clear refusal."""
-    names = {device_backend(device) for device in mesh.devices.flat}
-    if len(names) > 1:
-        raise MegaMoEError(
-            f"jax_megamoe: mesh devices: got back ends {sorted(names)}; expected devices of one "
-            "kind. Build the mesh from jax.devices('cpu') or from jax.devices('gpu')."
-        )
-    return names.pop()
+def granularity_number(config: MegaMoEConfig) -> int:
+    """The native module's number for config.activation_granularity: 32, 128, or 0 for rows."""
+    return 0 if config.x_group == "row" else int(config.x_group)
 
 
-def device_backend(device: jax.Device) -> str:
-    """Name of the back end for a device, or a clear refusal."""
-    if device.platform == "cpu":
-        return "cpu"
-    if device.platform not in ("gpu", "cuda"):
-        raise MegaMoEError(
-            f"jax_megamoe: mesh devices: got platform {device.platform!r}; expected 'cpu' or "
-            "'gpu'. Build the mesh from jax.devices('cpu') or jax.devices('gpu'), or use "
-            "jax_megamoe.unfused on these devices."
-        )
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if capability != "9.0":
-        architecture = "sm_" + capability.replace(".", "")
-        raise MegaMoEError(
-            f"jax_megamoe: mesh devices: got {device.device_kind} ({architecture}); expected an "
-            "NVIDIA GPU with compute capability 9.0 (H100, H200, GH200). Use jax_megamoe.unfused, "
-            "which runs on any device."
-        )
-    return "sm_90a"
+def activation_number(activation: Activation) -> int:
+    """The native module's number for an activation."""
+    return native.ACTIVATIONS.index(activation.kind)
+
+
+def activation_params(activation: Activation) -> np.ndarray:
+    """[4] float32: ActivationParams of cc/protocol/activation.h. What the kind lacks is 1."""
+    limit = np.inf if activation.limit is None else activation.limit
+    others = (activation.alpha, activation.beta, activation.linear_beta)
+    return np.array([limit, *(1 if value is None else value for value in others)], np.float32)

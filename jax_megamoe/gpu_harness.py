@@ -13,19 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_megamoe._ffi import native
+from jax_megamoe._backends import SM_90A
+from jax_megamoe._ffi import activation_number, activation_params, granularity_number, native
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import check
 from jax_megamoe.failures import MegaMoERuntimeError
-from jax_megamoe.symmetric import (
-    activation_number,
-    activation_params,
-    granularity_number,
-    moe_shape,
-    region_array,
-)
+from jax_megamoe.symmetric import moe_shape, region_array
 from jax_megamoe.weights import ExpertWeights
 
 __all__ = ["TRACE_DTYPE", "GpuRanks", "Outputs"]
@@ -89,7 +84,7 @@ class GpuRanks:
         self.devices = tuple(devices)
         self.num_ranks = len(devices)
         self.granularity = granularity_number(config)
-        self.shape = moe_shape(config, self.num_ranks, "sm_90a")
+        self.shape = moe_shape(config, self.num_ranks, SM_90A.name)
         self._rows = [0] * self.num_ranks
         self._native = native.GpuRanks(
             self.shape,

@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jax_megamoe._ffi import native
+from jax_megamoe._backends import SM_90A
+from jax_megamoe._ffi import granularity_number, native
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig, swiglu
 from jax_megamoe.errors import check
 from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.symmetric import activation_number, granularity_number, moe_shape
+from jax_megamoe.symmetric import moe_shape
 from jax_megamoe.weights import GPU_CHUNK, ExpertWeights
 
 __all__ = [
@@ -139,7 +140,7 @@ def random_weights(
         w13_sf=base(2 * intermediate, hidden),
         w2=chunks(hidden, intermediate),
         w2_sf=base(hidden, intermediate),
-        layout="sm90_bf16" if bf16 else "sm90_fp8",
+        layout=SM_90A.layout(config),
     )
 
 
@@ -258,10 +259,8 @@ def compile_ahead(kernels: Sequence[tuple[MegaMoEConfig, int, int]], *, bias: bo
         return
     jobs = []
     for config, num_ranks, tile in kernels:
-        shape, number = moe_shape(config, num_ranks, "sm_90a"), granularity_number(config)
-        kind = activation_number(config.activation)
-        options = native.gpu_kernel_options(shape, number, tile, activation=kind, bias=bias)
-        jobs.append(list(options))
+        shape = moe_shape(config, num_ranks, SM_90A.name)
+        jobs.append(list(SM_90A.kernel_options(config, shape, tile, bias)))
     workers = min(len(jobs), 16, os.cpu_count() or 1)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:

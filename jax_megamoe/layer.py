@@ -16,10 +16,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import quantize, unfused
+from jax_megamoe import _backends, quantize, unfused
 from jax_megamoe import weights as weights_lib
-from jax_megamoe._ffi import TARGET, native
-from jax_megamoe.config import SF_GROUP, MegaMoEConfig
+from jax_megamoe._ffi import (
+    TARGET,
+    activation_number,
+    activation_params,
+    granularity_number,
+    native,
+)
+from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import (
     MegaMoEError,
     check,
@@ -43,15 +49,7 @@ from jax_megamoe.operands import (
     flatten_leading,
 )
 from jax_megamoe.padding import pad_tokens, pad_weights
-from jax_megamoe.symmetric import (
-    SymmetricBuffer,
-    activation_number,
-    activation_params,
-    compile_to_cache,
-    granularity_number,
-    moe_shape,
-    plan_buffer,
-)
+from jax_megamoe.symmetric import SymmetricBuffer, moe_shape, plan_buffer
 from jax_megamoe.weights import ExpertWeights
 
 __all__ = ["MegaMoE", "MoEStats"]
@@ -237,17 +235,15 @@ class MegaMoE:
             want=f"ints from 0 to max_tokens_per_rank, {limit}",
             remedy="they count the tokens of one rank: rows of x over the number of token shards",
         )
-        if self.backend == "cpu":
-            return 0
+        record = _backends.get(self.backend)
         shape = moe_shape(self.config, self.num_ranks, self.backend)
-        number = granularity_number(self.config)
-        tiles = sorted({native.gpu_select_tile(shape, number, rows) for rows in wanted})
+        tiles = record.used_tiles(self.config, shape, wanted)
         try:
             for tile in tiles:
                 if self._buffer is not None:
                     self._buffer.prepare(self.config, tile, bias)
                 else:
-                    compile_to_cache(self.config, shape, tile, bias)
+                    record.compile_to_cache(self.config, shape, tile, bias)
         except RuntimeError as error:
             raise MegaMoEError(str(error)) from error
         return len(tiles)
@@ -599,9 +595,7 @@ class Site(NamedTuple):
     @property
     def layout(self) -> str:
         """Name of the weights' layout."""
-        if self.backend == "cpu":
-            return "cpu"
-        return "sm90_bf16" if self.config.activation_granularity == SF_GROUP else "sm90_fp8"
+        return _backends.get(self.backend).layout(self.config)
 
 
 def reshard_explicit(
@@ -832,23 +826,19 @@ def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: Expert
     if codes.shape[0] == 0:  # on every rank, as shapes are: XLA drops calls without elements
         y, *stats = (jnp.zeros(r.shape, r.dtype) for r in results)
         return y[:, : config.hidden], *stats
-    granularity = granularity_number(config)
+    bias = weights.b13 is not None
+    shape = moe_shape(config, site.num_ranks, site.backend)
     attributes: dict[str, Any] = {
         "key": site.buffer_key,
         "activation": np.int32(activation_number(config.activation)),
         "activation_params": activation_params(config.activation),
-        "granularity": np.int32(granularity),
+        "granularity": np.int32(granularity_number(config)),
         "timeout_s": np.float64(config.timeout_s),
         "checked": config.checked,
     }
     biases = (weights.b13, weights.b2)
-    if site.backend != "cpu":
-        # Part of the program, so that compiling the program compiles the kernel.
-        shape = moe_shape(config, site.num_ranks, site.backend)
-        tile = native.gpu_select_tile(shape, granularity, codes.shape[0])
-        attributes["tile"] = np.int32(tile)
-        attributes["bias"] = weights.b13 is not None
-    if weights.b13 is None:
+    attributes |= _backends.get(site.backend).call_attributes(config, shape, codes.shape[0], bias)
+    if not bias:
         biases = (codes[:0, 0].astype(jnp.float32),) * 2
 
     @jax.custom_batching.custom_vmap

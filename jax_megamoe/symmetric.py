@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +13,11 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_megamoe._ffi import mesh_backend, native
-from jax_megamoe._headers import include_dir
-from jax_megamoe._nvrtc import nvrtc_path
-from jax_megamoe.config import Activation, MegaMoEConfig
+from jax_megamoe import _backends
+from jax_megamoe._ffi import activation_number, activation_params, granularity_number, native
+from jax_megamoe.config import MegaMoEConfig
 from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe
-from jax_megamoe.failures import listen, shut_down
-from jax_megamoe.virtual_devices import warn_if_short_of_threads
+from jax_megamoe.failures import shut_down
 
 __all__ = [
     "Region",
@@ -30,17 +26,11 @@ __all__ = [
     "activation_params",
     "buffer_bytes",
     "buffer_regions",
-    "compile_to_cache",
     "granularity_number",
     "moe_shape",
     "plan_buffer",
     "region_array",
 ]
-
-#: Names of back ends.
-_BACKENDS = ("cpu", "sm_90a")
-#: Parts of the names of GPUs that the latter is for.
-_HOPPERS = ("H100", "H200", "GH200")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +59,10 @@ def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> na
         num_ranks = int(num_ranks)
     check_positive_int(num_ranks, "num_ranks", "the buffer's size")
     check(
-        backend in _BACKENDS,
+        backend in _backends.names(),
         "backend",
         got=repr(backend),
-        want=f"one of {_BACKENDS}",
+        want=f"one of {_backends.names()}",
         remedy="layer.backend has the name of a layer's",
     )
     config.local_experts(num_ranks)
@@ -86,32 +76,13 @@ def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> na
         "ring_tokens": config.ring_tokens or 0,
     }
     try:
-        if backend == "cpu":
-            return native.MoeShape.make(**sizes)
-        return native.gpu_shape(granularity=granularity_number(config), **sizes)
+        return _backends.get(backend).shape(config, sizes)
     except (ValueError, TypeError) as error:  # all but the padded number of rows is checked before
         raise MegaMoEError(
             f"jax_megamoe: config: got {config} on {num_ranks} ranks; expected ranks * "
             "max_tokens_per_rank * top_k rows, each expert padded to a block, below 2^31. Lower "
             "max_tokens_per_rank."
         ) from error
-
-
-def granularity_number(config: MegaMoEConfig) -> int:
-    """The native module's number for config.activation_granularity: 32, 128, or 0 for rows."""
-    return 0 if config.x_group == "row" else int(config.x_group)
-
-
-def activation_number(activation: Activation) -> int:
-    """The native module's number for an activation."""
-    return native.ACTIVATIONS.index(activation.kind)
-
-
-def activation_params(activation: Activation) -> np.ndarray:
-    """[4] float32: ActivationParams of cc/protocol/activation.h. What the kind lacks is 1."""
-    limit = np.inf if activation.limit is None else activation.limit
-    others = (activation.alpha, activation.beta, activation.linear_beta)
-    return np.array([limit, *(1 if value is None else value for value in others)], np.float32)
 
 
 def buffer_regions(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> list[Region]:
@@ -147,35 +118,6 @@ def _trim(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
-def _workers_per_rank(num_devices: int) -> int:
-    """Math threads of one rank; JAX_MEGAMOE_CPU_WORKERS overrides the share of the cores."""
-    setting = os.environ.get("JAX_MEGAMOE_CPU_WORKERS", "")
-    check(
-        setting == "" or (setting.isdigit() and int(setting) > 0),
-        "environment variable JAX_MEGAMOE_CPU_WORKERS",
-        got=repr(setting),
-        want="a positive integer or nothing",
-        remedy="it sets the number of math threads per rank; unset it to share the cores",
-    )
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every operating system
-        cores = os.cpu_count() or 1
-    return int(setting) if setting else max(1, cores // num_devices)
-
-
-def _check_cpu_isa() -> None:
-    setting = os.environ.get("JAX_MEGAMOE_CPU_ISA", "")
-    supported = native.cpu_isas()
-    check(
-        setting in ("", *supported),
-        "environment variable JAX_MEGAMOE_CPU_ISA",
-        got=repr(setting),
-        want=f"one of {supported}, which this processor has, or nothing",
-        remedy="unset it to use the last of them",
-    )
-
-
 class SymmetricBuffer:
     """The buffers of all ranks of a mesh for one configuration. Get it with `acquire`.
 
@@ -205,21 +147,10 @@ class SymmetricBuffer:
         self.num_bytes = shape.num_bytes
         self._users = 0
         self._shape = shape
-        if backend == "cpu":
-            _check_cpu_isa()
-            self.workers_per_rank = _workers_per_rank(self.num_ranks * self.num_groups)
-            create = functools.partial(
-                native.create_buffer, key, shape, groups, self.workers_per_rank
-            )
-        else:
-            self.workers_per_rank = 0
-            granularity = granularity_number(config)
-            headers = str(include_dir())
-            create = functools.partial(
-                native.create_gpu_buffer, key, shape, granularity, groups, headers, nvrtc_path()
-            )
+        record = _backends.get(backend)
+        self.workers_per_rank = record.workers_per_rank(self.num_ranks * self.num_groups)
         try:
-            create()
+            record.create_buffer(key, shape, config, groups, self.workers_per_rank)
         except MemoryError as error:
             reason = f" ({error})" if str(error) else ""
             raise MemoryError(
@@ -243,11 +174,9 @@ class SymmetricBuffer:
         """
         groups, backend = _device_groups(mesh, axis)
         shape = moe_shape(config, len(groups[0]), backend)
-        key = _buffer_key(shape, groups, backend, granularity_number(config))
-        if backend == "cpu":
-            warn_if_short_of_threads(mesh.devices.size)
-        else:
-            listen()
+        record = _backends.get(backend)
+        key = _buffer_key(shape, groups, record.key_parts(config))
+        record.prepare_devices(mesh.devices.size)
         with cls._lock:
             buffer = cls._open.get(key)
             if buffer is None:
@@ -272,8 +201,7 @@ class SymmetricBuffer:
 
     def prepare(self, config: MegaMoEConfig, tile: int, bias: bool) -> None:
         """Compiles and loads the kernel of one tile, unless it is there. For GPUs."""
-        activation = activation_number(config.activation)
-        native.prepare_gpu_kernel(self.key, tile, activation, bias)
+        _backends.get(self.backend).load_kernel(self.key, config, tile, bias)
 
     def read(self, region: str, rank: int, group: int = 0) -> np.ndarray:
         """A copy of one region, for tests and for looking; waits until no call runs.
@@ -337,7 +265,7 @@ def _device_groups(mesh: Mesh, axis: str) -> tuple[list[list[int]], str]:
     )
     _check_axis(mesh, axis)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1)
-    backend = mesh_backend(mesh)
+    backend = _backends.mesh_backend(mesh)
     processes = {device.process_index for device in devices.flat}
     check(
         len(processes) == 1,
@@ -364,16 +292,13 @@ def plan_buffer(
     _check_axis(mesh, axis)
     device: Any = mesh.abstract_device
     kind = None if device is None else device.device_kind
-    if backend is None and device is not None:
-        if getattr(device, "platform", None) == "cpu" or kind == "cpu":
-            backend = "cpu"
-        elif any(name in str(kind) for name in _HOPPERS):
-            backend = "sm_90a"
+    if backend is None:
+        backend = _backends.abstract_backend(device)
     check(
-        backend in _BACKENDS,
+        backend in _backends.names(),
         "backend",
         got=f"{backend!r} for an AbstractMesh of {'unknown devices' if device is None else kind}",
-        want=f"one of {_BACKENDS}",
+        want=f"one of {_backends.names()}",
         remedy="pass backend=, or give the AbstractMesh the abstract_device of the mesh that the "
         "program is for",
     )
@@ -383,31 +308,16 @@ def plan_buffer(
     )
     groups = ordinals.reshape(-1, ordinals.shape[-1]).tolist()
     shape = moe_shape(config, len(groups[0]), backend)
-    return backend, _buffer_key(shape, groups, backend, granularity_number(config))
+    return backend, _buffer_key(shape, groups, _backends.get(backend).key_parts(config))
 
 
-def compile_to_cache(config: MegaMoEConfig, shape: native.MoeShape, tile: int, bias: bool) -> None:
-    """Compiles the kernel of one tile to where buffers of this shape find it; needs no GPU."""
-    options = native.gpu_kernel_options(
-        shape,
-        granularity_number(config),
-        tile,
-        activation=activation_number(config.activation),
-        bias=bias,
-    )
-    native.compile_kernel(str(include_dir()), options, nvrtc_path())
-
-
-def _buffer_key(
-    shape: native.MoeShape, groups: list[list[int]], backend: str, granularity: int
-) -> str:
+def _buffer_key(shape: native.MoeShape, groups: list[list[int]], kind: list[Any]) -> str:
+    """A stable name; `kind` is from `Backend.key_parts`."""
     fields = ("num_ranks", "num_experts", "top_k", "hidden", "intermediate", "max_tokens")
     sizes = {name: getattr(shape, name) for name in (*fields, "block_m", "ring_blocks")}
-    # On CPU all granularities share a buffer; on GPUs it also belongs to kernels.
-    kind = [] if backend == "cpu" else [backend, granularity]
     identity = json.dumps([sizes, groups, *kind], sort_keys=True)
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return (
-        f"moe-{'' if backend == 'cpu' else backend + '-'}r{shape.num_ranks}-e{shape.num_experts}"
+        f"moe-{f'{kind[0]}-' if kind else ''}r{shape.num_ranks}-e{shape.num_experts}"
         f"-k{shape.top_k}-h{shape.hidden}-i{shape.intermediate}-t{shape.max_tokens}-{digest}"
     )

@@ -89,5 +89,5 @@ def warn_if_short_of_threads(num_devices: int) -> None:
             "dispatched without waiting. Call "
             f"jax_megamoe.use_virtual_cpu_devices({num_devices}) before JAX starts, set "
             f"PJRT_NPROC={_threads_for(num_devices)}, or use jaxlib 0.12 or newer.",
-            stacklevel=3,
+            stacklevel=4,
         )

@@ -11,7 +11,7 @@ import pytest
 
 import jax_megamoe as jmm
 from gpu_case import CONFIG, on_cpu, with_granularity
-from jax_megamoe._ffi import device_backend, mesh_backend
+from jax_megamoe._backends import device_backend, mesh_backend
 from jax_megamoe.config import GRANULARITIES
 from moe_case import GpuCase as Case
 

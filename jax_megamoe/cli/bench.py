@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_megamoe._backends import SM_90A
 from jax_megamoe.cli import info, shared
 from jax_megamoe.errors import check
 
@@ -258,7 +259,7 @@ def _run_gpu(args: Any) -> int:
     )
     gpu = hardware["gpus"][0] if hardware["gpus"] else "GPU"
     print(
-        f"{args.devices} x {gpu}, jax {hardware['jax']}; back end sm_90a\n"
+        f"{args.devices} x {gpu}, jax {hardware['jax']}; back end {SM_90A.name}\n"
         f"{_shape_text(configs[0])}; medians of {args.repeats}\n"
         "us: the fused layer's kernel on the slowest rank, cold L2; call us and unfused us: host "
         "wall time, warm caches\n"
@@ -266,7 +267,7 @@ def _run_gpu(args: Any) -> int:
     )
     print(gpu_table(results))
     if args.json is not None:
-        content = _content(args, hardware, "sm_90a", configs[0], results)
+        content = _content(args, hardware, SM_90A.name, configs[0], results)
         content |= {"floor": gpu_measure.FLOOR_FORMULA, "granularities": args.granularity}
         shared.write_json(args.json, content)
     if args.plot is not None:

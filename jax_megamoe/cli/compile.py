@@ -11,13 +11,13 @@ import sys
 import time
 from typing import Any
 
+from jax_megamoe import _backends
 from jax_megamoe.cli import cubin, info, shared
 from jax_megamoe.config import ACTIVATIONS
 from jax_megamoe.errors import check
 
-__all__ = ["ACCEPTED_LOCAL_BYTES", "ARCHITECTURES", "GRANULARITIES", "add_parser", "run"]
+__all__ = ["ACCEPTED_LOCAL_BYTES", "GRANULARITIES", "add_parser", "run"]
 
-ARCHITECTURES = ("cpu", "sm_90a", "sm_100a")
 GRANULARITIES = tuple(map(str, info.GRANULARITIES))
 #: Local memory per thread that is accepted. The compiler keeps two dozen values there that it uses
 #: before a call's first item, at the start or end of items, and to look up rows that are pulled;
@@ -47,7 +47,8 @@ def add_parser(commands: Any) -> Any:
         "      kernels of the same shape with what stands between gpt-oss's linears",
     )
     option = parser.add_argument
-    option("--arch", choices=ARCHITECTURES, required=True, help="what to compile for")
+    names = (*_backends.names(), *_backends.UNSUPPORTED)
+    option("--arch", choices=names, required=True, help="what to compile for")
     option(
         "--granularity",
         choices=(*GRANULARITIES, "all"),
@@ -106,19 +107,18 @@ class _Outcome:
 
 
 def run(args: Any) -> int:
-    if args.arch == "cpu":
+    if args.arch not in _backends.names():
+        known = " or ".join(reversed(_backends.names()))
         print(
-            "cpu: nothing to compile. The native module holds AVX-512, AVX2 and portable loops and "
-            "picks among them when it runs."
-        )
-        return 0
-    if args.arch != "sm_90a":
-        print(
-            f"jax_megamoe: --arch: got {args.arch}; expected sm_90a or cpu, this version contains "
+            f"jax_megamoe: --arch: got {args.arch}; expected {known}, this version contains "
             "no kernels for it. jax_megamoe.unfused is plain JAX and runs on such GPUs too.",
             file=sys.stderr,
         )
         return 2
+    backend = _backends.get(args.arch)
+    if backend.nothing_to_compile:
+        print(f"{backend.name}: {backend.nothing_to_compile}")
+        return 0
     for name in ("jobs", "max_spill"):
         value = getattr(args, name)
         check(
@@ -128,7 +128,7 @@ def run(args: Any) -> int:
             want="1 or more" if name == "jobs" else "0 or more",
             remedy="leave it out for the default",
         )
-    jobs = _jobs(args)
+    jobs = _jobs(args, backend)
     progress = shared.Progress()
     progress(f"kernels to compile: {len(jobs)}, {args.jobs} at a time")
     outcomes = []
@@ -143,11 +143,10 @@ def run(args: Any) -> int:
     return 1 if faults else 0
 
 
-def _jobs(args) -> list[_Job]:
-    from jax_megamoe._ffi import native
+def _jobs(args, backend: _backends.Backend) -> list[_Job]:
     from jax_megamoe._headers import include_dir
     from jax_megamoe._nvrtc import nvrtc_path
-    from jax_megamoe.symmetric import granularity_number, moe_shape
+    from jax_megamoe.symmetric import moe_shape
 
     wanted = GRANULARITIES if args.granularity == "all" else (args.granularity,)
     include, nvrtc = str(include_dir()), nvrtc_path()
@@ -155,15 +154,12 @@ def _jobs(args) -> list[_Job]:
     jobs, most = [], 0
     for name, activation in itertools.product(wanted, activations):
         config = info.config_of(args, name if name == "row" else int(name))
-        layout, number = moe_shape(config, args.ranks, "sm_90a"), granularity_number(config)
-        tiles = native.gpu_tiles(number)
+        shape = moe_shape(config, args.ranks, backend.name)
+        tiles = backend.tiles(config)
         most = max(most, len(tiles))
         for tile, row in enumerate(tiles):
             if args.tile in ("all", str(tile)):
-                kind = native.ACTIVATIONS.index(activation)
-                options = native.gpu_kernel_options(
-                    layout, number, tile, activation=kind, bias=args.bias
-                )
+                options = backend.kernel_options(config, shape, tile, args.bias, activation)
                 label = f"{activation}+bias" if args.bias else activation
                 kernel = (tile, row["block_m"], tuple(options))
                 jobs.append(_Job(name, label, *kernel, include, nvrtc))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_megamoe import _backends
 from jax_megamoe.cli import shared
 from jax_megamoe.errors import MegaMoEError
 
@@ -46,7 +48,7 @@ def add_parser(commands: Any) -> Any:
     )
     option(
         "--backend",
-        choices=("cpu", "sm_90a"),
+        choices=_backends.names(),
         help="whose buffer (default: that of the first device)",
     )
     option("--json", type=Path, metavar="FILE", help="also write everything to FILE")
@@ -103,18 +105,17 @@ def _gpus(devices) -> list[dict[str, Any]]:
 
 def _backend_of(device) -> str:
     """The back end that a layer on this device has; "" if it is refused."""
-    from jax_megamoe._ffi import device_backend
-
     try:
-        return device_backend(device)
+        return _backends.device_backend(device)
     except MegaMoEError:
         return ""
 
 
-def _backends(devices) -> dict[str, str]:
-    hoppers = sum(_backend_of(device) == "sm_90a" for device in devices)
-    sm_90a = f"available on {hoppers} of the devices" if hoppers else "no GPU for it here"
-    return {"cpu": "available", "sm_90a": sm_90a, "sm_100a": "not part of this version"}
+def _states(devices) -> dict[str, str]:
+    """Name of a back end -> whether it can be used here."""
+    found = collections.Counter(map(_backend_of, devices))
+    states = {one.name: one.availability(found[one.name]) for one in _backends.all_backends()}
+    return states | dict.fromkeys(_backends.UNSUPPORTED, "not part of this version")
 
 
 def _buffer_sizes(config, args) -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ def _buffer_sizes(config, args) -> list[dict[str, Any]]:
         configs[name], ranks[name] = config_of(own), _PRESET_RANKS
     sizes = []
     for name, shape in configs.items():
-        for backend in ("cpu", "sm_90a"):
+        for backend in _backends.names():
             for granularity in GRANULARITIES:
                 same = dataclasses.replace(shape, activation_granularity=granularity)
                 num_bytes = buffer_bytes(same, ranks[name], backend)
@@ -166,8 +167,8 @@ def run(args: Any) -> int:
     config = config_of(args, "row" if args.granularity == "row" else int(args.granularity))
     devices = jax.devices()
     gpus = _gpus(devices)
-    backends = _backends(devices)
-    chosen = args.backend or _backend_of(devices[0]) or "cpu"
+    backends = _states(devices)
+    chosen = args.backend or _backend_of(devices[0]) or _backends.CPU.name
     regions = buffer_regions(config, args.ranks, chosen)
     total = buffer_bytes(config, args.ranks, chosen)
     sizes = _buffer_sizes(config, args)
