@@ -22,8 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_megamoe import layer as layer_lib
-from jax_megamoe import reference
+from jax_megamoe import _call, reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
 from jax_megamoe.checkpoints.families import entry
 from jax_megamoe.config import Activation, MegaMoEConfig
@@ -444,11 +443,11 @@ class MoEBlock:
         )
         _check_others(x.shape[:-1], token_ids, mask)
         check_weights(weights.experts, self.config, self.config.num_experts)
-        layer_lib.check_layout(weights.experts, self._site.layer.layout, "block")
+        _call.check_layout(weights.experts, self._site.layer.layout, "block")
         check_rows(int(np.prod(x.shape[:-1])) // shards, self.config)
         tokens = P(token_axes)
         specs = _specs(layer.axis, token_axes)
-        operands = layer_lib.reshard_explicit(
+        operands = _call.reshard_explicit(
             mesh,
             (
                 x,
@@ -516,7 +515,7 @@ class MoEBlock:
 class _Site(NamedTuple):
     """What a call needs to know about its block; static and hashable."""
 
-    layer: layer_lib.Site
+    layer: _call.Site
     router: Router
     shared_activation: Activation
     norm_eps: float
@@ -536,7 +535,7 @@ def _global_call(
     axis = site.layer.axis
     local = functools.partial(_local_call, site)
     specs = _specs(axis, token_axes)
-    return layer_lib.over_mesh(local, specs, axis, mesh, token_axes, return_stats)
+    return _call.over_mesh(local, specs, axis, mesh, token_axes, return_stats)
 
 
 def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
@@ -567,7 +566,7 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)  # the shared expert makes zeros of zeros
     rows = linear(x, latent["down"]).astype(jnp.bfloat16) if latent else x
-    y, stats = layer_lib.local_call(
+    y, stats = _call.local_call(
         site.layer,
         rows,
         topk_idx,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_megamoe as jmm
-from jax_megamoe import layer as layer_lib
+from jax_megamoe import _shard
 from jax_megamoe import weights as weights_lib
 from moe_case import Case, mesh_of
 
@@ -174,7 +174,7 @@ def test_modules_of_flax_that_hold_a_layer(monkeypatch):
 
 
 def test_shard_is_compiled_once_per_shape(monkeypatch):
-    layer_lib._converter.cache_clear()  # another test may have had this shape
+    _shard._converter.cache_clear()  # another test may have had this shape
     calls = []
     convert = weights_lib.to_layout
     monkeypatch.setattr(weights_lib, "to_layout", lambda *a: calls.append(a[1]) or convert(*a))

@@ -36,7 +36,6 @@ def test_every_public_module_says_what_is_public(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_classes_and_functions_are_public_where_they_are_made(name):
-    """`layer` offers the layer; what `blocks` takes from it beside that is the package's own."""
     module = importlib.import_module(name)
     own = [
         one
@@ -45,8 +44,7 @@ def test_classes_and_functions_are_public_where_they_are_made(name):
         and value.__module__ == name
         and not one.startswith("_")
     ]
-    if name != "jax_megamoe.layer":
-        assert sorted(set(own) - set(module.__all__)) == []
+    assert sorted(set(own) - set(module.__all__)) == []
 
 
 #: Functions that give back what they were given, or an entry of a JSON file.

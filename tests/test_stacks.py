@@ -14,7 +14,7 @@ from test_weights import foldable_bytes
 
 import jax_megamoe as jmm
 from block_case import BlockCase
-from jax_megamoe import layer as layer_lib
+from jax_megamoe import _shard
 from moe_case import Case, mesh_of
 
 LAYERS, RANKS = 3, 4
@@ -107,8 +107,8 @@ def test_no_second_stack_on_the_devices(layout):
     config = dataclasses.replace(CONFIG, activation_granularity=granularity)
     one, mesh = layer_weights(np.random.default_rng(), config), mesh_of(2)
     weights = jax.device_put(one, NamedSharding(mesh, P("ep")))
-    whole = layer_lib._converter(config, layout, mesh, "ep", True)
-    by_layer = layer_lib._stack_converter(config, layout, mesh, "ep")
+    whole = _shard._converter(config, layout, mesh, "ep", True)
+    by_layer = _shard._stack_converter(config, layout, mesh, "ep")
     temporary = {}
     for many in (8, 32):
         converted = whole(stacked([one] * many))
