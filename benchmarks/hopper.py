@@ -41,7 +41,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def markdown(runs: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> str:
     """All results as a document."""
-    from jax_megamoe.gpu_measure import FLOOR_FORMULA
+    from jax_megamoe.devtools.gpu_measure import FLOOR_FORMULA
 
     lines = [
         f"GPUs: {', '.join(hardware['gpus'])}; jax {hardware['jax']}, jax_megamoe "
@@ -77,9 +77,9 @@ def markdown(runs: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jax_megamoe import gpu_measure
     from jax_megamoe._backends import SM_90A
     from jax_megamoe.cli import bench, shared
+    from jax_megamoe.devtools import gpu_measure
     from jax_megamoe.symmetric import moe_shape
 
     gpus = gpu_measure.num_gpus()

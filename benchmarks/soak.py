@@ -25,10 +25,11 @@ import ml_dtypes
 import numpy as np
 
 import jax_megamoe as jmm
-from jax_megamoe import gpu_measure, reference
+from jax_megamoe import reference
 from jax_megamoe._ffi import native
 from jax_megamoe.cli import shared
-from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.devtools import gpu_measure
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from jax_megamoe.symmetric import granularity_number
 
 EPILOG = """examples:

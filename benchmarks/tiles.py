@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_megamoe import gpu_measure
 from jax_megamoe._ffi import native
 from jax_megamoe.cli import shared
-from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.devtools import gpu_measure
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from jax_megamoe.symmetric import granularity_number
 
 EPILOG = """examples:

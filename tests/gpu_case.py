@@ -16,7 +16,7 @@ import pytest
 import jax_megamoe as jmm
 from jax_megamoe import quantize, reference
 from jax_megamoe._ffi import native
-from jax_megamoe.gpu_harness import GpuRanks, Outputs
+from jax_megamoe.devtools.gpu_harness import GpuRanks, Outputs
 from jax_megamoe.symmetric import granularity_number, moe_shape, region_array
 
 # The shape of all GPU tests that do not need another one: its kernels are compiled once.

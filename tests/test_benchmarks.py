@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from gpu_case import SimulatedRanks, on_cpu
-from jax_megamoe import gpu_measure
 from jax_megamoe.cli import bench
-from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.gpu_measure import Model
+from jax_megamoe.devtools import gpu_measure
+from jax_megamoe.devtools.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_measure import Model
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
 if not FOLDER.is_dir():

@@ -29,8 +29,8 @@ from gpu_case import check as check_layer
 from jax_megamoe import quantize
 from jax_megamoe._ffi import native
 from jax_megamoe.config import GRANULARITIES
-from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.gpu_measure import compile_ahead
+from jax_megamoe.devtools.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_measure import compile_ahead
 from jax_megamoe.symmetric import granularity_number
 from moe_case import GpuCase as Case
 

@@ -25,8 +25,8 @@ from gpu_case import (
     with_granularity,
 )
 from jax_megamoe.config import GRANULARITIES
-from jax_megamoe.gpu_harness import GpuRanks
-from jax_megamoe.gpu_measure import compile_ahead
+from jax_megamoe.devtools.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_measure import compile_ahead
 from moe_case import GpuCase as Case
 
 # Two ranks, as tests/test_gpu_harness.py has them for every tile.

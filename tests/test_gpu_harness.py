@@ -11,7 +11,7 @@ from generators import ROUTINGS
 from gpu_case import CONFIG, all_y, check, load, with_granularity
 from jax_megamoe._ffi import native
 from jax_megamoe.config import GRANULARITIES
-from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from jax_megamoe.symmetric import granularity_number, moe_shape
 from moe_case import GpuCase as Case
 

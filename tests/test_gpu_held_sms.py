@@ -9,7 +9,7 @@ import pytest
 
 from gpu_case import all_y, check, load, with_granularity
 from jax_megamoe.config import GRANULARITIES
-from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from moe_case import GpuCase as Case
 
 # Few slots are routed by one block, many by all: top-3 of 2000 tokens is many.

@@ -10,11 +10,11 @@ import pytest
 
 import jax_megamoe as jmm
 from gpu_case import SimulatedRanks
-from jax_megamoe import gpu_measure
 from jax_megamoe._ffi import native
 from jax_megamoe.cli import bench, info, main
 from jax_megamoe.config import GRANULARITIES
-from jax_megamoe.gpu_measure import FLOP_PER_S, HBM_BYTES_PER_S, Model
+from jax_megamoe.devtools import gpu_measure
+from jax_megamoe.devtools.gpu_measure import FLOP_PER_S, HBM_BYTES_PER_S, Model
 from jax_megamoe.weights import check_weights, to_layout
 
 MODEL = Model(hidden=256, intermediate=128, local_experts=4, top_k=2)

@@ -15,7 +15,7 @@ import os, sys
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import numpy as np
 from gpu_case import check, load, with_granularity
-from jax_megamoe.gpu_harness import GpuRanks
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from moe_case import GpuCase
 
 granularity, tile, racecheck = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "racecheck"

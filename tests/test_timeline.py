@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from gpu_case import SimulatedRanks
-from jax_megamoe import gpu_measure, timeline
 from jax_megamoe._ffi import native
 from jax_megamoe.cli import main
 from jax_megamoe.cli import timeline as command
-from jax_megamoe.gpu_harness import TRACE_DTYPE
+from jax_megamoe.devtools import gpu_measure, timeline
+from jax_megamoe.devtools.gpu_harness import TRACE_DTYPE
 
 NAMES = native.GPU_TRACE_NAMES
 START = 1_764_500_000_000_000_000  # nanoseconds since 1970: more than a float64 tells apart

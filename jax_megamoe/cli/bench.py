@@ -106,7 +106,7 @@ def add_parser(commands: Any) -> Any:
 
 
 def _models() -> dict[str, Any]:
-    from jax_megamoe import gpu_measure
+    from jax_megamoe.devtools import gpu_measure
 
     return gpu_measure.MODELS
 
@@ -115,7 +115,7 @@ def run(args: Any) -> int:
     _check_options(args)
     backend = args.backend
     if backend == "auto":
-        from jax_megamoe.gpu_measure import num_gpus
+        from jax_megamoe.devtools.gpu_measure import num_gpus
 
         backend = "gpu" if num_gpus() > 0 else "cpu"
     return _run_gpu(args) if backend == "gpu" else _run_cpu(args)
@@ -225,7 +225,7 @@ def _content(args, hardware, backend, config, results) -> dict[str, Any]:
 def _run_gpu(args: Any) -> int:
     # The harness allocates next to JAX.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jax_megamoe import gpu_measure
+    from jax_megamoe.devtools import gpu_measure
 
     args.devices = 1 if args.devices is None else args.devices
     args.repeats = args.repeats or 15
@@ -315,7 +315,7 @@ def measure_gpu(
 def _measure_gpu(
     configs, num_devices, tokens_per_rank, repeats, seed, with_unfused, make_ranks, progress
 ):
-    from jax_megamoe import gpu_measure
+    from jax_megamoe.devtools import gpu_measure
 
     results: list[dict[str, Any]] = []
     unfused_times: dict[int, dict[str, Any]] = {}

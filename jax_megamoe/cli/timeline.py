@@ -55,7 +55,7 @@ def add_parser(commands: Any) -> Any:
 
 
 def run(args: Any) -> int:
-    from jax_megamoe import gpu_measure, timeline
+    from jax_megamoe.devtools import gpu_measure, timeline
 
     shared.check_output(args.out, "--out")
     for name in ("tokens", "ranks"):
@@ -117,7 +117,7 @@ def record(
     **options: Any,
 ) -> tuple[dict[str, Any], list[Any]]:
     """(result of `gpu_measure.Fused.measure`, timeline of each rank) of one call."""
-    from jax_megamoe import gpu_measure
+    from jax_megamoe.devtools import gpu_measure
 
     fused = gpu_measure.Fused(config, devices, rng, trace=True, **options)
     operands = gpu_measure.random_operands(config, len(devices), num_tokens, rng, routing)

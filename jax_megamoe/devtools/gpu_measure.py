@@ -32,8 +32,8 @@ from jax_megamoe._ffi import granularity_number, native
 from jax_megamoe._headers import include_dir
 from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.config import MegaMoEConfig, swiglu
+from jax_megamoe.devtools.gpu_harness import GpuRanks
 from jax_megamoe.errors import check
-from jax_megamoe.gpu_harness import GpuRanks
 from jax_megamoe.symmetric import moe_shape
 from jax_megamoe.weights import GPU_CHUNK, ExpertWeights
 
