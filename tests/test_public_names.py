@@ -47,6 +47,29 @@ def test_classes_and_functions_are_public_where_they_are_made(name):
     assert sorted(set(own) - set(module.__all__)) == []
 
 
+@pytest.mark.parametrize("name", ["gpu_harness", "gpu_measure", "timeline"])
+def test_old_names_of_tools_are_the_tools(name):
+    old = importlib.import_module(f"jax_megamoe.{name}")
+    new = importlib.import_module(f"jax_megamoe.devtools.{name}")
+    assert sorted(old.__all__) == sorted(new.__all__)
+    assert all(getattr(old, one) is getattr(new, one) for one in new.__all__)
+
+
+def test_the_layer_needs_no_tools():
+    """`import jax_megamoe` loads neither the tools nor the commands."""
+    text = (
+        "import sys, jax_megamoe; print(*(name for name in sys.modules if 'jax_megamoe.' in name))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = done.stdout.split()
+    assert "jax_megamoe.layer" in loaded
+    assert [
+        name for name in loaded if name.startswith(("jax_megamoe.dev", "jax_megamoe.cli"))
+    ] == []
+
+
 #: Functions that give back what they were given, or an entry of a JSON file.
 ANYTHING = {"as_array", "as_operand", "entry", "narrow_ids"}
 
