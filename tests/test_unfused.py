@@ -146,7 +146,7 @@ def test_transports_and_gemms(transport, gemm, monkeypatch):
     if transport == "ragged_all_to_all":
         # On CPU the collective is emulated, so that the layer's offsets and sizes are tested.
         monkeypatch.setattr(lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-        monkeypatch.setattr(unfused, "choose", lambda *_: (transport, gemm))
+        monkeypatch.setattr(unfused._layer, "choose", lambda *_: (transport, gemm))
     quantized, _ = expert_weights()
     for kind in generators.ROUTINGS:
         x, idx, topk = inputs(kind, 2, num_ranks=4)
@@ -392,9 +392,9 @@ NARROW = MegaMoEConfig(EXPERTS, TOP_K, HIDDEN, 96, TOKENS)
 
 
 def test_mosaic_is_not_chosen_for_parts_of_tiles(monkeypatch):
-    monkeypatch.setattr(unfused, "_target", lambda: ("cuda", None))
-    monkeypatch.setattr(unfused, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(unfused, "_has_mosaic", lambda: True)
+    monkeypatch.setattr(unfused._choice, "_target", lambda: ("cuda", None))
+    monkeypatch.setattr(unfused._choice, "_is_hopper", lambda _: True)
+    monkeypatch.setattr(unfused._choice, "_has_mosaic", lambda: True)
     assert unfused.choose("auto", "auto", config=CONFIG)[1] == "mosaic"
     assert unfused.choose("auto", "auto", config=NARROW)[1] == "ragged_dot"
 
@@ -442,7 +442,7 @@ def test_mosaic_lowers_for_cuda(check_vma, monkeypatch):
     # No GPU needed: JAX lowers its Hopper kernel on any host. Its module imports absl.
     pytest.importorskip("absl")
     quantized, _ = expert_weights()
-    monkeypatch.setattr(unfused, "choose", lambda *_: ("all_to_all", "mosaic"))
+    monkeypatch.setattr(unfused._layer, "choose", lambda *_: ("all_to_all", "mosaic"))
     run = layer(2, gemm="mosaic", check_vma=check_vma)
     lowered = run.trace(*inputs(), quantized).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 2
