@@ -244,14 +244,13 @@ class MoEBlock:
             remedy="use jax_megamoe.swiglu, gpt_oss_swiglu or situ",
         )
         eps = to_float(norm_eps)
-        check(
-            eps is not None and 1e-30 <= eps <= 1e30,
-            "norm_eps",
-            got=repr(norm_eps),
-            want="a number from 1e-30 to 1e30: it is an FP32 number",
-            remedy="pass the model's rms_norm_eps",
-        )
-        assert eps is not None
+        if eps is None or not 1e-30 <= eps <= 1e30:
+            refuse(
+                "norm_eps",
+                got=repr(norm_eps),
+                want="a number from 1e-30 to 1e30: it is an FP32 number",
+                remedy="pass the model's rms_norm_eps",
+            )
         self.config, self.router = config, router
         self.shared_activation = shared_activation or config.activation
         self.layer = MegaMoE(config, mesh, axis, token_axes=token_axes, backend=backend)

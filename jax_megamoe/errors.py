@@ -36,7 +36,11 @@ class MegaMoEError(ValueError):
 
 
 def refuse(operand: str, *, got: object, want: str, remedy: str) -> NoReturn:
-    """Raises `MegaMoEError` with operand, got, want and remedy."""
+    """Raises `MegaMoEError` with operand, got, want and remedy.
+
+    Where nothing but a refusal can follow, or what follows needs the type that was checked, this is
+    called; `check` is for a condition among others.
+    """
     first = remedy.split()[0]
     if first == "a" or (first.isalpha() and len(first) > 1):  # a word, not a name such as x
         remedy = remedy[0].upper() + remedy[1:]
@@ -188,14 +192,13 @@ def check_positive_int(value: object, operand: str, owner: str, most: int | None
       MegaMoEError: something else, or a number below 1 or above `most`.
     """
     number = to_int(value)
-    check(
-        number is not None and number > 0,
-        operand,
-        got=repr(value),
-        want="a positive int",
-        remedy=f"{owner} takes static whole numbers; use int(...) on others",
-    )
-    assert number is not None
+    if number is None or number <= 0:
+        refuse(
+            operand,
+            got=repr(value),
+            want="a positive int",
+            remedy=f"{owner} takes static whole numbers; use int(...) on others",
+        )
     check(
         most is None or number <= most,
         operand,

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_megamoe import _backends
 from jax_megamoe._ffi import activation_number, activation_params, granularity_number, native
 from jax_megamoe.config import MegaMoEConfig
-from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe
+from jax_megamoe.errors import MegaMoEError, check, check_positive_int, describe, refuse
 from jax_megamoe.failures import shut_down
 
 __all__ = [
@@ -294,15 +294,15 @@ def plan_buffer(
     kind = None if device is None else device.device_kind
     if backend is None:
         backend = _backends.abstract_backend(device)
-    check(
-        backend in _backends.names(),
-        "backend",
-        got=f"{backend!r} for an AbstractMesh of {'unknown devices' if device is None else kind}",
-        want=f"one of {_backends.names()}",
-        remedy="pass backend=, or give the AbstractMesh the abstract_device of the mesh that the "
-        "program is for",
-    )
-    assert backend is not None
+    if backend is None or backend not in _backends.names():
+        of = "unknown devices" if device is None else kind
+        refuse(
+            "backend",
+            got=f"{backend!r} for an AbstractMesh of {of}",
+            want=f"one of {_backends.names()}",
+            remedy="pass backend=, or give the AbstractMesh the abstract_device of the mesh that "
+            "the program is for",
+        )
     ordinals = np.moveaxis(
         np.arange(mesh.size).reshape(mesh.axis_sizes), mesh.axis_names.index(axis), -1
     )

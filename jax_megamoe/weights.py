@@ -24,7 +24,7 @@ import numpy as np
 
 from jax_megamoe import quantize
 from jax_megamoe.config import SF_GROUP, MegaMoEConfig
-from jax_megamoe.errors import Array, check, check_array, describe, is_array
+from jax_megamoe.errors import Array, check, check_array, describe, is_array, refuse
 
 __all__ = [
     "BASES",
@@ -712,8 +712,7 @@ def check_foldable(weights: ExpertWeights, layout: str, where: str = "") -> None
         if (largest <= most).all():
             continue
         expert, row = map(int, np.unravel_index(np.argmax(largest), largest.shape))
-        check(
-            False,
+        refuse(
             _name_row(name + where, expert, row, largest.shape[1]),
             got=f"a scale of 2^{int(largest[expert, row]) - 127} "
             f"({np.count_nonzero(largest > most)} of {largest.size} rows are too large)",
@@ -762,8 +761,7 @@ def _check_spreads(weights: ExpertWeights, layout: str, limit: int, where: str) 
             want="finite scales",
             remedy="look at the source of these weights",
         )
-        check(
-            False,
+        refuse(
             operand,
             got=f"groups of 32 whose scales are up to a factor of 2^{spread[expert, row]} apart "
             f"({np.count_nonzero(spread > limit)} of {spread.size} rows are too wide)",

@@ -1,6 +1,8 @@
 """Every mistake is caught with operand, what was given, what is expected, and what to do."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -882,3 +884,13 @@ def test_direct_use_of_the_target_is_checked(layer, good):
         jax.errors.JaxRuntimeError, match=r"topk_idx: got int32\[8, 3\]; expected int32\[8, 2\]"
     ):
         jax.jit(step)(good["x"]).block_until_ready()
+
+
+def test_refusals_end_a_function():
+    """`refuse` never returns, and types say so; what is always false is no condition to check."""
+    root = Path(jmm.__file__).parent
+    sources = {path.name: path.read_text() for path in root.rglob("*.py")}
+    assert len(sources) > 30
+    found = re.compile(r"check\(\s*False\b|raise AssertionError$", re.MULTILINE)
+    assert [name for name, text in sources.items() if found.search(text)] == []
+    assert found.search("check(\n    False,") and found.search("    raise AssertionError\n")

@@ -40,7 +40,7 @@ from jax_megamoe.checkpoints.families import (
 )
 from jax_megamoe.checkpoints.files import AGAIN, DTYPES, Shard, Tensor, load_json, tensor_files
 from jax_megamoe.config import ACTIVATIONS, SF_GROUP, Activation
-from jax_megamoe.errors import check, describe
+from jax_megamoe.errors import check, describe, refuse
 from jax_megamoe.routers import Router
 from jax_megamoe.weights import ExpertWeights
 
@@ -677,8 +677,7 @@ class Checkpoint:
         for candidate in formats:
             if dtype in candidate.values and scales_dtype in (candidate.scales or (None,)):
                 return Stored(candidate, dtype, scales_dtype)
-        check(
-            False,
+        refuse(
             f"tensor {values}",
             got=spell_dtypes(dtype, scales_dtype),
             want=" or ".join(map(str, formats)),
@@ -686,7 +685,6 @@ class Checkpoint:
             + "load a release of the model in one of these formats, or widen the weights and call "
             "jax_megamoe.quantize_weights",
         )
-        raise AssertionError
 
     def _matrix(
         self, names: dict[tuple[int, str, str], str], stored: Stored, expert: int, role: str
@@ -806,8 +804,7 @@ def _check_scales(name: str, expert: int | None, sf: np.ndarray) -> None:
         return
     row, group = np.unravel_index(np.argmax(bad), bad.shape)
     of_expert = "" if expert is None else f", expert {expert}"
-    check(
-        False,
+    refuse(
         f"tensor {name}{of_expert}, row {row}, block {group}",
         got=f"scale byte {quantize.UE8M0_NAN}, a NaN ({np.count_nonzero(bad)} of {bad.size})",
         want="finite scales",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_megamoe import routers
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, refuse
 
 __all__ = [
     "EXPERT_KEYS",
@@ -295,8 +295,7 @@ def entry(model: dict[str, Any], *keys: str) -> Any:
     for key in keys:
         if key in model:
             return model[key]
-    check(
-        False,
+    refuse(
         f"config.json: {' or '.join(keys)}",
         got="no such entry",
         want="the config.json of this family's models",
@@ -312,12 +311,10 @@ def detect_family(config: dict[str, Any], model: dict[str, Any], where: Path) ->
     # The original release of gpt-oss has no model_type.
     if not model_types and {"num_experts", "experts_per_token", "swiglu_limit"} <= set(model):
         return "gpt_oss"
-    check(
-        False,
+    refuse(
         f"{where}: model_type",
         got=model_types[0] if model_types else "none",
         want=" or ".join(t for family in FAMILY_OF_NAME.values() for t in family.model_types),
         remedy=f"if its tensors are named like those of another family, pass family=, one of "
         f"{FAMILIES}",
     )
-    raise AssertionError

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jax_megamoe.errors import check
+from jax_megamoe.errors import check, refuse
 
 __all__ = ["AGAIN", "DTYPES", "Shard", "Tensor", "check_no_pointer", "load_json", "tensor_files"]
 
@@ -58,7 +58,7 @@ def load_json(text: str | bytes, where: Path) -> dict[str, Any]:
         if len(result) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            check(False, str(where), got=f"{twice!r} twice", want="every name once", remedy=AGAIN)
+            refuse(str(where), got=f"{twice!r} twice", want="every name once", remedy=AGAIN)
         return result
 
     check_no_pointer(text.encode() if isinstance(text, str) else text, where)
@@ -85,8 +85,7 @@ class Shard:
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError:
-            check(
-                False,
+            refuse(
                 "safetensors",
                 got="no such module",
                 want="safetensors 0.6 or newer",
@@ -98,7 +97,7 @@ class Shard:
             with safe_open(path, framework="np"):  # checks header, offsets and size
                 pass
         except (SafetensorError, OSError) as error:
-            check(False, str(path), got=str(error), want="a whole safetensors file", remedy=AGAIN)
+            refuse(str(path), got=str(error), want="a whole safetensors file", remedy=AGAIN)
         self.map = np.memmap(path, np.uint8, "r").view(np.ndarray)
         header_bytes = int.from_bytes(self.map[:8].tobytes(), "little")
         header = load_json(self.map[8 : 8 + header_bytes].tobytes(), path)
