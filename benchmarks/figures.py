@@ -6,7 +6,7 @@
 The results are what `benchmarks/hopper.py` writes, with the command, the date and the kernel's
 version added by hand. The plot is written as text, without a plotting library, so that it is the
 same everywhere and a test can compare it; it has a background of its own and follows the reader's
-light or dark scheme. The tables stand between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+light or dark scheme. The tables are between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def plot(curves: Curves, content: dict[str, Any]) -> str:
 
 
 def replaced(text: str, name: str, table: str) -> str:
-    """`text` with what stands between the markers of `name` replaced by `table`."""
+    """`text` with the text between the markers of `name` replaced by `table`."""
     begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     found, count = pattern.subn(lambda _: f"{begin}{table}\n{end}", text)

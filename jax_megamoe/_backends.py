@@ -59,7 +59,7 @@ class Backend(abc.ABC):
       platforms: the platforms of its devices, as JAX names them; the first is the one to ask for.
       ffi_platform: the platform that XLA registers handlers for.
       handlers: makes the handlers. Back ends of one platform share them.
-      device_kinds: parts of the names of its devices; they tell an AbstractMesh's back end.
+      device_kinds: parts of the names of its devices; an AbstractMesh's back end is found by them.
       layouts: activation granularity -> name of the weights' layout, one of `weights.LAYOUTS`.
       capability: the compute capability that its devices must have; None if there is no such thing.
     """
@@ -400,7 +400,7 @@ def device_backend(device: jax.Device) -> str:
 
 
 def abstract_backend(device: Any) -> str | None:
-    """Name of the back end that an AbstractMesh's `abstract_device` tells, if it tells one."""
+    """Name of the back end for an AbstractMesh's `abstract_device`; None if there is none."""
     if device is None:
         return None
     platform, kind = getattr(device, "platform", None), str(device.device_kind)

@@ -133,8 +133,8 @@ def over_mesh(
     manual = set(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else set()
     if manual:
         # Differentiated shard_maps cannot be nested when they save anything but their operands
-        # (JAX types what is saved by all axes of the mesh, the outer one's too). So save nothing
-        # else: what is computed again are casts, the custom call is not.
+        # (JAX types saved values by all axes of the mesh, the outer one's too). So this saves
+        # nothing else. Only casts are computed again, the custom call is not.
         body = jax.checkpoint(body, prevent_cse=False)
     return jax.jit(
         jax.shard_map(
@@ -273,7 +273,8 @@ def _ffi_call(site: Site, x, topk_idx, topk_weights, num_tokens, weights: Expert
         jax.ShapeDtypeStruct((local_experts,), jnp.int32),
         jax.ShapeDtypeStruct((native.NUM_STATUS_WORDS,), jnp.int32),
     )
-    if codes.shape[0] == 0:  # on every rank, as shapes are: XLA drops calls without elements
+    # Shapes are the same on every rank, and XLA drops calls without elements.
+    if codes.shape[0] == 0:
         y, *stats = (jnp.zeros(r.shape, r.dtype) for r in results)
         return y[:, : config.hidden], *stats
     bias = weights.b13 is not None
@@ -326,7 +327,7 @@ def _differentiable_call(site: Site):
 
     def backward(operands, cotangents):
         x, topk_idx, topk_weights, num_tokens, weights = operands
-        if topk_idx.shape[0] == 0:  # on every rank; nothing depends on anything
+        if topk_idx.shape[0] == 0:  # It is 0 on every rank, and all gradients are 0.
             dx = None if isinstance(x, tuple) else jnp.zeros_like(x)
             b13, b2 = jax.tree.map(jnp.zeros_like, (weights.b13, weights.b2))
             d_weights = _bias_gradient(weights, b13, b2)
@@ -346,7 +347,7 @@ def _differentiable_call(site: Site):
             )
 
         floats = (topk_weights, weights.b13, weights.b2)
-        if isinstance(x, tuple):  # integer codes have no gradient
+        if isinstance(x, tuple):  # Integer codes have no gradient.
             dx, (_, vjp) = None, jax.vjp(functools.partial(unfused_layer, x), *floats)
             d_topk_weights, b13, b2 = vjp(cotangents[0])
         else:
@@ -359,7 +360,7 @@ def _differentiable_call(site: Site):
 
 
 def _bias_gradient(weights: ExpertWeights, b13, b2) -> ExpertWeights | None:
-    """The cotangent of weights; FP4 codes have no gradient: None stands for their zeros."""
+    """The cotangent of weights. FP4 codes have no gradient; None means zeros to JAX."""
     if b13 is None:
         return None
     return ExpertWeights(None, None, None, None, weights.layout, b13, b2)  # type: ignore[arg-type]

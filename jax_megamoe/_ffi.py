@@ -9,7 +9,7 @@ from jax_megamoe.config import Activation, MegaMoEConfig
 
 try:
     from jax_megamoe import _native as native
-except ImportError as error:  # an editable tree without a build, or a wheel for another Python
+except ImportError as error:  # The tree was not built, or for another Python.
     raise ImportError(
         "jax_megamoe: the native module is missing or does not fit this Python "
         f"({error}). Install the package with `pip install .`; a C++20 compiler is all it needs."
@@ -17,7 +17,7 @@ except ImportError as error:  # an editable tree without a build, or a wheel for
 
 __version__ = native.VERSION
 
-#: With the contract's version: a cached program must not meet handlers of another contract.
+#: The name has the contract's version, so that a cached program never meets other handlers.
 TARGET = "jax_megamoe.mega_moe.v3"
 
 

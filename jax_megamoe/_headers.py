@@ -7,7 +7,7 @@ from pathlib import Path
 from jax_megamoe._ffi import native
 from jax_megamoe.errors import MegaMoEError
 
-#: What the kernels are made of, below `include_dir`.
+#: The folders below `include_dir` that kernels include files from.
 FOLDERS = ("gpu", "protocol")
 
 

@@ -48,7 +48,8 @@ def _place(weights: ExpertWeights, site: Site, mesh: Mesh, where: str = "") -> E
     """One layer's canonical weights on the devices: each then permutes its own experts only."""
     weights = jax.device_put(weights, NamedSharding(mesh, P(site.axis)))
     weights_lib.check_finite_scales(weights, where)
-    weights_lib.check_foldable(weights, site.layout, where)  # while there are values
+    # The conversion is jitted, and cannot look at values.
+    weights_lib.check_foldable(weights, site.layout, where)
     return weights
 
 
@@ -65,7 +66,7 @@ def _shard_stack(weights: ExpertWeights, num_layers: int, site: Site, mesh: Mesh
         one = jax.tree.map(lambda a, i=layer_idx: a[i], weights)
         one = _place(one, site, mesh, f", layer {layer_idx}")
         stack = _stack_converter(*operands)(stack, one, np.int32(layer_idx))
-        jax.block_until_ready(stack)  # before the next layer takes memory
+        jax.block_until_ready(stack)  # The next layer takes memory only then.
     return stack
 
 

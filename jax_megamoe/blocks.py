@@ -316,7 +316,7 @@ class MoEBlock:
 
     def __copy__(self) -> MoEBlock:
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)  # all but the layer cannot change
+        twin.__dict__.update(self.__dict__)  # Everything but the layer is immutable.
         twin.layer = copy.copy(self.layer)
         return twin
 
@@ -563,7 +563,7 @@ def _local_call(site: _Site, x, weights: BlockWeights, token_ids, mask):
         mask=mask,
     )
     if mask is not None:
-        x = jnp.where(mask[:, None], x, 0)  # the shared expert makes zeros of zeros
+        x = jnp.where(mask[:, None], x, 0)  # The shared expert maps zeros to zeros.
     rows = linear(x, latent["down"]).astype(jnp.bfloat16) if latent else x
     y, stats = _call.local_call(
         site.layer,
@@ -679,7 +679,7 @@ def _check_weights(weights: BlockWeights, config: MegaMoEConfig, *, stack: bool 
         }
         for name in shared:
             check_part("shared", name, *shapes[name])
-    if layers:  # what the router itself checks, when it is called, is without this axis then
+    if layers:  # The router checks one layer when it is called.
         remedy = f"in a stack each array has the axis of {layers[0]} layers in front"
         if "bias" in router:
             bias_shape = (*layers, num_experts)

@@ -55,7 +55,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """What stands between linear 1 and linear 2. Build it with `swiglu`, `gpt_oss_swiglu`, `situ`.
+    """The function between linear 1 and linear 2. Build it with `swiglu`, `gpt_oss_swiglu`, `situ`.
 
     Attributes:
       kind: one of `ACTIVATIONS`. Its formula, g the gate, u up, is in the function of that name.

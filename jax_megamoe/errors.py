@@ -27,7 +27,7 @@ __all__ = [
     "to_int",
 ]
 
-#: Whatever `is_array` holds for one.
+#: What `is_array` recognises as an array.
 Array = jax.Array | np.ndarray
 
 
@@ -42,7 +42,7 @@ def refuse(operand: str, *, got: object, want: str, remedy: str) -> NoReturn:
     called; `check` is for a condition among others.
     """
     first = remedy.split()[0]
-    if first == "a" or (first.isalpha() and len(first) > 1):  # a word, not a name such as x
+    if first == "a" or (first.isalpha() and len(first) > 1):  # It is a word, not a name such as x.
         remedy = remedy[0].upper() + remedy[1:]
     raise MegaMoEError(f"jax_megamoe: {operand}: got {got}; expected {want}. {remedy}.")
 
@@ -54,14 +54,14 @@ def check(condition: bool, operand: str, *, got: object, want: str, remedy: str)
 
 
 def is_array(value: object) -> bool:
-    """Whether `value` holds numbers as JAX takes them: its own arrays, tracers, numpy's arrays."""
+    """Whether JAX takes `value` as an array: its own arrays, tracers, and NumPy's arrays."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic)) and not isinstance(
         value, np.ma.MaskedArray
     )
 
 
 def as_array(value: Any) -> Any:
-    """`value`, or the array that it says it stands for: a parameter of a neural-network library."""
+    """`value`, or the array inside it if it is a parameter of a neural-network library."""
     if not is_array(value) and hasattr(value, "__jax_array__"):
         return value.__jax_array__()
     return value
@@ -150,7 +150,7 @@ def check_array(
 
 
 def _conversion(value: object, dtype: str) -> str:
-    """Remedy for what is no array."""
+    """Remedy for something that is not an array."""
     if value is None:
         return "this operand cannot be left out"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -177,7 +177,8 @@ def _cast(dtype: Any, want: str) -> str:
     if str(dtype) == "int8" and want == "uint8":
         return "reinterpret the bytes with .view(jnp.uint8)"
     own, wanted = _kind(dtype), _kind(jnp.dtype(want))
-    narrow = own == "floating" and jnp.dtype(dtype).itemsize == 1  # its scales stand elsewhere
+    # Numbers of one byte have scales in another array.
+    narrow = own == "floating" and jnp.dtype(dtype).itemsize == 1
     if own == wanted and not narrow:
         return f"cast it with .astype(jnp.{want})"
     return "look whether the operands are in the right order, and where this one comes from"
@@ -210,9 +211,9 @@ def check_positive_int(value: object, operand: str, owner: str, most: int | None
 
 
 def to_int(value: object) -> int | None:
-    """A static whole number as a Python int; None for a bool or what is no whole number."""
+    """A static whole number as a Python int; None for a bool or anything else."""
     if not _is_bool(value):
-        with contextlib.suppress(TypeError):  # a tracer's error is one, too
+        with contextlib.suppress(TypeError):  # A tracer raises a subclass of it.
             return operator.index(value)  # type: ignore[arg-type]
     return None
 
@@ -232,7 +233,7 @@ def to_float(value: object) -> float | None:
 def check_bool(value: object, operand: str, remedy: str = "convert it with bool(...)") -> bool:
     """True or False as a Python bool, NumPy's included. 0 and 1 are refused: they equal bools.
 
-    What is equal shares an entry of every cache, so an int in a bool's place would stay for good.
+    Equal values share an entry in every cache, so an int in place of a bool would stay there.
     """
     check(
         _is_bool(value),

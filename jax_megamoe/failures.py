@@ -96,7 +96,7 @@ def _tell(text: str) -> None:
     if callable(how):
         try:
             how(MegaMoERuntimeError(text))
-        except BaseException:  # the next report needs this thread
+        except BaseException:  # The next report needs this thread.
             logger.exception("the function that on_failure was given failed; its report: %s", text)
         return
     logger.error("%s", text)
@@ -112,7 +112,7 @@ def _listen() -> None:
 @functools.cache
 def listen() -> threading.Thread:
     """The thread that hears of failures, started by the first call."""
-    # A daemon, because Python waits for others before `shut_down` is called.
+    # It is a daemon, because Python waits for other threads before it calls `shut_down`.
     thread = threading.Thread(target=_listen, name="jax_megamoe failures", daemon=True)
     thread.start()
     return thread

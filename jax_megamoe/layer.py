@@ -64,7 +64,7 @@ class MegaMoE:
       config: shapes and limits.
       mesh: a mesh of devices of one back end, all in this process: (virtual) CPU devices, or GPUs
         with compute capability 9.0 that can access each other's memory. None takes the mesh that
-        `jax.set_mesh` has set. An AbstractMesh stands for devices 0, 1, ... in its order: such a
+        `jax.set_mesh` has set. An AbstractMesh means devices 0, 1, ... in its order: such a
         layer owns no buffers and can be traced, lowered and exported, but not run.
       axis: the mesh axis that experts are spread over.
       token_axes: mesh axes that tokens are sharded over when the layer is called on global arrays;
@@ -109,9 +109,9 @@ class MegaMoE:
             self._buffer = None
         else:
             self._buffer = SymmetricBuffer.acquire(config, mesh, axis)
-            # Also where what follows refuses, and when the collector finds the layer; then a
-            # computation may be in flight, which must not be waited for. At exit, `symmetric`
-            # releases all buffers in the order that the native module needs.
+            # This also releases the buffer if a check below fails, and when the collector finds
+            # the layer. It does not wait: a computation may be in flight then. At exit,
+            # `symmetric` releases all buffers in the order that the native module needs.
             self._release = weakref.finalize(self, self._buffer.release)
             self._release.atexit = False
             self.backend, key = self._buffer.backend, self._buffer.key
@@ -119,7 +119,7 @@ class MegaMoE:
         self.config, self.mesh, self.axis = config, mesh, axis
         if token_axes is None:
             token_axes = mesh.axis_names
-        # A name alone is one axis; what is no sequence is told in the check below.
+        # A name alone is one axis. The check below refuses what is not a sequence of names.
         named = tuple(token_axes) if isinstance(token_axes, (tuple, list)) else (token_axes,)
         self.token_axes: tuple[str, ...] = named  # type: ignore[assignment]
         check(
@@ -228,11 +228,12 @@ class MegaMoE:
             devices = set(self.mesh.devices.flat)
             for array in jax.live_arrays():
                 if not array.is_deleted() and devices & array.devices():
-                    with contextlib.suppress(jax.errors.JaxRuntimeError):  # raised to its user
+                    # Whoever uses the array gets its error.
+                    with contextlib.suppress(jax.errors.JaxRuntimeError):
                         array.block_until_ready()
         self._closed = True
         if self._buffer is not None:
-            self._release()  # once, however often it is called
+            self._release()  # The finalizer runs once, however often it is called.
 
     def __enter__(self) -> MegaMoE:
         return self
@@ -355,7 +356,7 @@ class MegaMoE:
           weights: from `shard`.
           num_tokens: [R'] int32, leading tokens of each shard that are any; default all. A shard's
             tokens count in row-major order of its leading axes. Others are ignored, whatever they
-            hold, and come out as zero. Padding that stands elsewhere, say at the end of each
+            hold, and come out as zero. Padding in other places, say at the end of each
             sequence, is left out with ids of -1.
           return_stats: also return `MoEStats`.
 
@@ -509,7 +510,7 @@ def _mesh_of_context() -> Mesh | AbstractMesh:
         want="a jax.sharding.Mesh, as an argument or set by jax.set_mesh",
         remedy="write `with jax.set_mesh(mesh):` around this, or pass the mesh",
     )
-    with contextlib.suppress(ValueError):  # while tracing there is no way to the devices
+    with contextlib.suppress(ValueError):  # Tracing gives no access to devices.
         concrete = jax.sharding.get_mesh()
         if not concrete.empty:
             mesh = concrete

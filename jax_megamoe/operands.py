@@ -69,7 +69,7 @@ def flatten_leading(array: jax.Array) -> jax.Array:
 
 
 def as_operand(operand: Any) -> Any:
-    """An operand, or each array of a pair, as arrays where it says that it stands for one."""
+    """An operand, or each of a pair, as an array; see `errors.as_array`."""
     return tuple(map(as_array, operand)) if isinstance(operand, tuple) else as_array(operand)
 
 

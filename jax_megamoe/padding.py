@@ -39,7 +39,7 @@ def pad_weights(weights: ExpertWeights, config: MegaMoEConfig) -> ExpertWeights:
     def pad(array, rows, columns, value):
         return jnp.pad(array, ((0, 0), (0, rows), (0, columns)), constant_values=value)
 
-    def pad13(array, columns, value):  # gate rows and up rows end at different places
+    def pad13(array, columns, value):  # Gate rows and up rows end at different places.
         gate, up = jnp.split(array, 2, axis=1)
         return jnp.concatenate([pad(half, rows, columns, value) for half in (gate, up)], axis=1)
 

@@ -131,7 +131,7 @@ def stage_input(
         want="bfloat16, or the pair (codes, sf)",
         remedy="cast activations to bfloat16",
     )
-    if x.size == 0:  # no rows: blocks cannot be counted in an empty array
+    if x.size == 0:  # Blocks cannot be counted in an empty array.
         blocks = (*x.shape[:-1], x.shape[-1] // SF_GROUP)
         return jnp.zeros(x.shape, jnp.uint8), jnp.zeros(blocks, jnp.uint8)
     return quantize.quantize_e4m3(x, group)
@@ -216,8 +216,8 @@ def dispatch(
     level = jnp.zeros_like(slot).at[rank, order].set(sorted_level)
     count = count[:, :-1]
 
-    # Taking turns, the slot at `level` of rank r stands behind min(count, level) slots of every
-    # rank, and behind the lower ranks that still have a slot at this level.
+    # Taking turns, the slot at `level` of rank r comes after min(count, level) slots of every
+    # rank, and after the lower ranks that still have a slot at this level.
     counts_of_slot = jnp.take(count, expert, axis=1, mode="clip")  # [R other, R, T*K]
     lower = (rank < rank.T)[:, :, None]
     turn = jnp.sum(jnp.minimum(counts_of_slot, level[None]), axis=0, dtype=jnp.int32)
@@ -236,9 +236,9 @@ def dispatch(
     source_rank = empty.at[target].set(jnp.broadcast_to(rank, target.shape), mode="drop")
     source_slot = empty.at[target].set(slot, mode="drop")
     is_row = source_rank >= 0
-    token = (source_rank, source_slot // top_k)  # -1 reads a row that `is_row` throws away
+    token = (source_rank, source_slot // top_k)  # -1 reads a row that `is_row` discards.
     weights = topk_weights.astype(jnp.float32).reshape(num_ranks, num_slots)
-    if num_slots == 0:  # nothing to gather from
+    if num_slots == 0:  # There is nothing to gather from.
         acts = jnp.zeros((num_ranks * pool, hidden), jnp.uint8)
         acts_sf = jnp.full((num_ranks * pool, hidden // SF_GROUP), _ZERO_SF, jnp.uint8)
         row_weights = jnp.zeros(num_ranks * pool, jnp.float32)

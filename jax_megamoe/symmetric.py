@@ -26,6 +26,7 @@ __all__ = [
     "activation_params",
     "buffer_bytes",
     "buffer_regions",
+    "compile_to_cache",
     "granularity_number",
     "moe_shape",
     "plan_buffer",
@@ -77,7 +78,8 @@ def moe_shape(config: MegaMoEConfig, num_ranks: int, backend: str = "cpu") -> na
     }
     try:
         return _backends.get(backend).shape(config, sizes)
-    except (ValueError, TypeError) as error:  # all but the padded number of rows is checked before
+    except (ValueError, TypeError) as error:
+        # Everything but the padded number of rows was checked before.
         raise MegaMoEError(
             f"jax_megamoe: config: got {config} on {num_ranks} ranks; expected ranks * "
             "max_tokens_per_rank * top_k rows, each expert padded to a block, below 2^31. Lower "
@@ -133,7 +135,7 @@ class SymmetricBuffer:
       num_bytes: bytes per rank.
     """
 
-    # Reentrant: the collector may close a layer while this thread opens another one.
+    # It is reentrant: the collector may close a layer while this thread opens another one.
     _lock = threading.RLock()
     _open: dict[str, SymmetricBuffer] = {}  # noqa: RUF012
 
@@ -155,11 +157,11 @@ class SymmetricBuffer:
             reason = f" ({error})" if str(error) else ""
             raise MemoryError(
                 f"jax_megamoe: symmetric buffer {key}: {self.num_bytes} bytes on each of "
-                f"{self.num_ranks * self.num_groups} ranks are not to be had{reason}. Lower "
+                f"{self.num_ranks * self.num_groups} ranks cannot be allocated{reason}. Lower "
                 "max_tokens_per_rank or ring_tokens."
             ) from error
         except RuntimeError as error:
-            # What the native module found out about GPUs, their links and their driver.
+            # The native module says what is wrong with the GPUs, their links or their driver.
             raise MegaMoEError(str(error)) from error
 
     @classmethod
@@ -239,7 +241,7 @@ class SymmetricBuffer:
 
 @atexit.register
 def _release_all() -> None:
-    shut_down()  # a kernel that waits for a rank must not hold up the end
+    shut_down()  # Otherwise a kernel that waits for a rank would hold up the exit.
     for key in native.buffer_keys():
         native.release_buffer(key)
 
@@ -287,7 +289,7 @@ def plan_buffer(
     The devices are taken to be 0, 1, ... of the process in the mesh's order.
 
     Raises:
-      MegaMoEError: no way to tell the back end, or a shape or axis that does not fit.
+      MegaMoEError: the back end is not known, or a shape or axis that does not fit.
     """
     _check_axis(mesh, axis)
     device: Any = mesh.abstract_device
@@ -309,6 +311,11 @@ def plan_buffer(
     groups = ordinals.reshape(-1, ordinals.shape[-1]).tolist()
     shape = moe_shape(config, len(groups[0]), backend)
     return backend, _buffer_key(shape, groups, _backends.get(backend).key_parts(config))
+
+
+def compile_to_cache(config: MegaMoEConfig, shape: native.MoeShape, tile: int, bias: bool) -> None:
+    """`Backend.compile_to_cache` of sm_90a, for programs that know this function."""
+    _backends.SM_90A.compile_to_cache(config, shape, tile, bias)
 
 
 def _buffer_key(shape: native.MoeShape, groups: list[list[int]], kind: list[Any]) -> str:

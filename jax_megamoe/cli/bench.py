@@ -28,7 +28,7 @@ __all__ = [
     "run",
 ]
 
-#: Two layers further apart than this do not compute the same thing, and their times mean nothing.
+#: Layers that differ by more than this do not compute the same: their times mean nothing.
 _MAX_DIFFERENCE = 1e-2
 #: The same on GPUs: half of E4M3's 2^-4. Tensor cores keep fewer bits of FP8 sums, and the unfused
 #: layer's kernel rounds gate and up to BF16, so that many of SwiGLU's codes are the next one.
@@ -223,7 +223,7 @@ def _content(args, hardware, backend, config, results) -> dict[str, Any]:
 
 
 def _run_gpu(args: Any) -> int:
-    # The harness allocates next to JAX.
+    # The harness allocates memory beside JAX's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from jax_megamoe.devtools import gpu_measure
 
@@ -288,7 +288,7 @@ def measure_gpu(
 ) -> list[dict[str, Any]]:
     """Times the fused layer at every granularity, and the unfused one at the first.
 
-    The unfused layer's time does not depend on the granularity, so that of the first one stands in
+    The unfused layer's time does not depend on the granularity, so that of the first one is in
     the other results too; its values do, so the two layers are compared there only.
 
     Args:
@@ -338,8 +338,8 @@ def _measure_gpu(
                             count = row["tokens_per_rank"]
                             operands = gpu_measure.random_operands(config, num_devices, count, rng)
                             row |= jitted.measure(operands)
-                del jitted  # and its weights
-            except Exception as error:  # out of memory, above all: the fused rows remain
+                del jitted  # This frees its weights, too.
+            except Exception as error:  # Memory runs out, mostly. The fused rows remain.
                 progress(f"jitted calls failed: {' '.join(str(error).split())[:200]}")
         if first and with_unfused:
             progress("the unfused layer: widen its weights")
@@ -352,7 +352,7 @@ def _measure_gpu(
                 operands = gpu_measure.random_operands(config, num_devices, count, rng)
                 try:
                     found = unfused.measure(operands)
-                except Exception as error:  # out of memory, above all: the fused rows remain
+                except Exception as error:  # Memory runs out, mostly. The fused rows remain.
                     progress(f"the unfused layer failed: {' '.join(str(error).split())[:200]}")
                     continue
                 fused.set_operands(operands)
@@ -553,7 +553,7 @@ def _plot(path, tokens, curves, unit, title):
         style = "k:" if name == "floor" else ("o-", "s--", "^-", "d-", "v--")[i % 5]
         axes.plot(tokens, times, style, label=name)
         if len(curves) > 2:
-            continue  # numbers would cover each other
+            continue  # Otherwise numbers would cover each other.
         for point, above in zip(
             zip(tokens, times, strict=True), labels_above(curves)[i], strict=True
         ):

@@ -24,8 +24,8 @@ GRANULARITIES = tuple(map(str, info.GRANULARITIES))
 #: more would be accumulators or fragments, which the main loop would load and store.
 ACCEPTED_LOCAL_BYTES = 96
 
-# What the assembler says when it gives up what the kernel was written for. It may word the reason
-# in several ways, each with a number of its own, so the words that they share are looked for.
+# These are warnings of the assembler when it gives up the overlap that the kernel was written for.
+# Each reason has a wording and a number of its own; the expressions match what they share.
 _SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized")
 _IGNORED = re.compile(r"setmaxnreg.*ignored|ignor.*setmaxnreg")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> Any:
         "compile --arch sm_90a --preset flash --granularity 128 --jobs 2\n"
         "      all tiles of a DeepSeek-V4-Flash layer with FP8 tensor cores, two at a time\n"
         "  python -m jax_megamoe compile --arch sm_90a --activation gpt_oss_swiglu --bias\n"
-        "      kernels of the same shape with what stands between gpt-oss's linears",
+        "      kernels of the same shape with the activation of gpt-oss",
     )
     option = parser.add_argument
     names = (*_backends.names(), *_backends.UNSUPPORTED)
@@ -208,7 +208,7 @@ def _compile(job: _Job) -> _Outcome:
 
 
 def _spills(log: str) -> tuple[int, int] | None:
-    """Bytes of spill (stores, loads) that the log tells, over all functions; None: it is silent."""
+    """Bytes of spill (stores, loads) of all functions, from the log; None if it has none."""
     found = [tuple(map(int, pair)) for pair in _SPILLS.findall(log)]
     return (sum(s for s, _ in found), sum(load for _, load in found)) if found else None
 

@@ -15,7 +15,7 @@ __all__ = ["add_parser", "run"]
 
 #: Tokens compared with the float64 layer, spread over the ranks; all of them would take minutes.
 _TRUTH_TOKENS = 64
-#: The layer's distance to the truth may be this many times the reference's.
+#: The layer's error may be this many times the reference's.
 _ERROR_RATIO = 2.0
 
 
@@ -94,7 +94,7 @@ def _run(args: Any, progress: shared.Progress) -> tuple[list[tuple[str, str]], s
     y_bytes = np.asarray(y).tobytes()
     fused_times, plain_times, same_bits = [], [], True
     for step in range(args.steps):
-        # Interleaved: whatever else the machine does meets both layers.
+        # They alternate, so that other load on the machine slows both.
         ms, (y_again, _) = shared.timed_ms(fused, *fused_operands)
         fused_times.append(ms)
         same_bits &= np.asarray(y_again).tobytes() == y_bytes
@@ -167,7 +167,7 @@ def _errors(config, tokens, weights, num_ranks, outputs):
 
     num_tokens = tokens[0].shape[0]
     per_rank = min(num_tokens // num_ranks, max(1, _TRUTH_TOKENS // num_ranks))
-    # Spread evenly over each rank's tokens, whose number per_rank does not exceed.
+    # They are spread evenly over each rank's tokens; per_rank is at most their number.
     within = np.arange(per_rank) * (num_tokens // num_ranks) // per_rank
     chosen = (np.arange(num_ranks)[:, None] * (num_tokens // num_ranks) + within).ravel()
     x, topk_idx, topk_weights = (array[chosen][None] for array in tokens)

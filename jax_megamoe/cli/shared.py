@@ -183,7 +183,7 @@ def cpu_mesh(num_devices: int) -> jax.sharding.Mesh:
 
     from jax_megamoe.virtual_devices import use_virtual_cpu_devices
 
-    # Also where JAX has an accelerator: this version's only back end is "cpu".
+    # Virtual devices are the CPU's, also where JAX has an accelerator.
     jax.config.update("jax_platforms", "cpu")
     use_virtual_cpu_devices(num_devices)
     return jax.make_mesh((num_devices,), ("ep",), devices=jax.devices()[:num_devices])

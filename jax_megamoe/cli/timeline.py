@@ -122,6 +122,6 @@ def record(
     fused = gpu_measure.Fused(config, devices, rng, trace=True, **options)
     operands = gpu_measure.random_operands(config, len(devices), num_tokens, rng, routing)
     fused.measure(operands, tile=tile, repeats=1)
-    # One launch of one call: the buffer of a launch's intervals is emptied before it.
+    # One launch is one call, and a launch empties the buffer of intervals before it starts.
     row = fused.measure(operands, tile=tile, repeats=1)
     return row, [fused.ranks.trace(rank) for rank in range(len(devices))]

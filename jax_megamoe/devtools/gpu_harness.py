@@ -53,7 +53,7 @@ class GpuRanks:
       ctas_per_rank: blocks of a launch, at most the SMs of a GPU divided by its ranks; 0: all.
       trace: compile kernels that record a timeline, see `trace`.
       racecheck: compile kernels for compute-sanitizer's racecheck. It follows neither bulk copies
-        nor an arrival at a barrier that stands for other threads, so these kernels copy by loads
+        nor an arrival at a barrier on behalf of other threads, so these kernels copy by loads
         and stores, and every thread arrives. All else is the same.
 
     Raises:
@@ -77,8 +77,8 @@ class GpuRanks:
             want="one of them",
             remedy="create ranks for each",
         )
-        # Streams of one GPU share this many hardware queues. Ranks in one queue would wait for each
-        # other's turn. Read when the driver starts.
+        # Streams of one GPU share this many hardware queues, and ranks in one queue would wait for
+        # each other's turn. The driver reads it when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self.config = config
         self.devices = tuple(devices)

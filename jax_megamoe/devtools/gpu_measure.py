@@ -369,7 +369,7 @@ def measure_tokens(
       extras: also measure the fixed cost, a call of the least tokens with all slots -1, and Zipf
         routing: the most tokens, fewer if that gives the busiest rank more rows than uniform
         routing does.
-      progress: is told what comes next.
+      progress: is called with what comes next.
 
     Returns:
       Dicts of `Fused.measure` with a "routing".
