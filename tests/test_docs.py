@@ -44,7 +44,7 @@ def by_name(blocks):
 
 def environment(**more: str) -> dict[str, str]:
     """For a subprocess that has the checkout's Python files and this Python's packages."""
-    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    folders = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))} | more
 
 
@@ -100,7 +100,7 @@ def test_readme_block_on_gpus(block, tmp_path):
 @functools.cache
 def page_results() -> dict[str, str]:
     """Tracebacks of all pages but the README, from one process: JAX starts once for them."""
-    command = [sys.executable, str(ROOT / "tests" / "doc_blocks.py"), *OTHER_PAGES]
+    command = [sys.executable, str(ROOT / "tests" / "support" / "doc_blocks.py"), *OTHER_PAGES]
     output = run(command, ROOT / "tests", environment(JAX_PLATFORMS="cpu"))
     return json.loads(output.rstrip().split("\n")[-1])
 

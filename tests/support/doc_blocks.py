@@ -9,8 +9,8 @@ A comment right before a fence says what the reader does not need to see:
     x = ...                                                    code that runs before the block
     -->
 
-`python tests/doc_blocks.py PAGE...` runs the Python blocks of pages on 8 virtual CPU devices, each
-page in a namespace of its own and in an empty folder, and prints what failed as JSON.
+`python tests/support/doc_blocks.py PAGE...` runs the Python blocks of pages on 8 virtual CPU
+devices, each page in a namespace of its own and in an empty folder, and prints what failed as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "sh", "text")
 
 
