@@ -1,4 +1,4 @@
-"""Times every tile of the GPU kernel at several batches: evidence for cc/gpu/tile_config.h.
+"""Times every tile of the GPU kernel at several batches: evidence for cc/gpu/sm90/tuning.h.
 
 A tile is a kernel of its own. For each number of tokens all of them compute the same operands; the
 table marks the one that a call would use and the fastest one.

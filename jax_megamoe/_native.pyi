@@ -206,7 +206,7 @@ class GpuRanks:
 
     def trace(self, rank: int) -> bytes:
         """
-        The trace buffer of the last launch, as cc/gpu/kernel_args.h describes it.
+        The trace buffer of the last launch, as cc/gpu/interface/kernel_args.h describes it.
         """
 
     def poison(self) -> None:

@@ -277,7 +277,7 @@ def test_compile_in_several_processes(monkeypatch, tmp_path, capsys):
     if not nvrtc_path():
         pytest.skip("NVRTC is not installed: pip install '.[dev]'")
     (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu" / "mega_moe.h").write_text("#error no kernel here")
+    (tmp_path / "gpu" / "sm90" / "kernel.h").write_text("#error no kernel here")
     monkeypatch.setattr(_headers, "include_dir", lambda: tmp_path)
     assert main(["compile", "--arch", "sm_90a", "--tile", "0", "--jobs", "3"]) == 1
     output = capsys.readouterr().out

@@ -37,7 +37,7 @@ needs_nvrtc = pytest.mark.skipif(
 def headers(tmp_path):
     for folder in ("gpu", "protocol"):
         (tmp_path / "cc" / folder).mkdir(parents=True)
-    (tmp_path / "cc/gpu/mega_moe.h").write_text(KERNEL)
+    (tmp_path / "cc/gpu/sm90/kernel.h").write_text(KERNEL)
     platform = (ROOT / "cc/protocol/platform.h").read_text()
     (tmp_path / "cc/protocol/platform.h").write_text(platform)
     return tmp_path / "cc"
@@ -120,12 +120,12 @@ def test_without_a_place_for_the_cache(headers, tmp_path):
 
 @needs_nvrtc
 def test_errors_carry_the_log_and_threads_may_compile(headers):
-    (headers / "gpu" / "mega_moe.h").write_text("this is not a kernel\n")
+    (headers / "gpu" / "sm90" / "kernel.h").write_text("this is not a kernel\n")
     with pytest.raises(
-        RuntimeError, match=r"(?s)NVRTC_ERROR_COMPILATION.*-DVALUE=7.*mega_moe.h\(1\)"
+        RuntimeError, match=r"(?s)NVRTC_ERROR_COMPILATION.*-DVALUE=7.*kernel.h\(1\)"
     ):
         native.compile_kernel(str(headers), OPTIONS, nvrtc_path())
-    (headers / "gpu" / "mega_moe.h").write_text(KERNEL)
+    (headers / "gpu" / "sm90" / "kernel.h").write_text(KERNEL)
     virtual = ["--gpu-architecture=compute_90a", *OPTIONS[1:]]
     with pytest.raises(RuntimeError, match=r"got no machine code"):
         native.compile_kernel(str(headers), virtual, nvrtc_path())

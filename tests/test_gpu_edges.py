@@ -34,7 +34,7 @@ RANKS = 2
 MANY_EXPERTS = jmm.MegaMoEConfig(896, 16, 256, 128, 96, timeout_s=10.0)
 # An odd number of blocks of 128 both ways: the last tile of both products is half empty.
 ODD_WIDTHS = jmm.MegaMoEConfig(2, 2, 2944, 2944, 64, jmm.swiglu(limit=10.0), timeout_s=10.0)
-# More slots than one CTA lists, see kSlotsOfOneCta in cc/gpu/prologue.h.
+# More slots than one CTA lists, see kSlotsOfOneCta in cc/gpu/common/prologue.h.
 MANY_SLOTS = with_granularity(128, max_tokens_per_rank=1400)
 TINY_RING = with_granularity(128, ring_tokens=1)
 

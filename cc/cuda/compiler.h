@@ -31,6 +31,6 @@ CompiledKernel compile(const std::string& source, const std::string& include_dir
                        std::vector<std::string> options, const std::string& nvrtc_path);
 
 // The one translation unit of the layer's kernels.
-inline constexpr const char* kKernelSource = "#include \"gpu/mega_moe.h\"\n";
+inline constexpr const char* kKernelSource = "#include \"gpu/sm90/kernel.h\"\n";
 
 }  // namespace jax_megamoe::cuda

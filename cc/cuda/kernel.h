@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cuda/driver.h"
-#include "gpu/kernel_args.h"
-#include "gpu/tile_config.h"
+#include "gpu/interface/kernel_args.h"
+#include "gpu/sm90/tuning.h"
 #include "protocol/activation.h"
 
 namespace jax_megamoe::cuda {
@@ -27,7 +27,7 @@ struct KernelVariant {
 };
 
 // What else a kernel is compiled for: to run, to record a timeline, or to be looked at by
-// compute-sanitizer's racecheck, see cc/gpu/ptx.h.
+// compute-sanitizer's racecheck, see cc/gpu/common/ptx.h.
 enum class Build : uint32_t { kPlain = 0, kTrace, kRacecheck };
 
 // What a kernel is specialised on. `layout` is gpu::layout_shape() of the layer's shape.

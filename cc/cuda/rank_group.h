@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "cuda/driver.h"
-#include "gpu/kernel_args.h"
-#include "gpu/tile_config.h"
+#include "gpu/interface/kernel_args.h"
+#include "gpu/sm90/tuning.h"
 #include "protocol/workspace.h"
 
 namespace jax_megamoe::cuda {

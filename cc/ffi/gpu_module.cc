@@ -21,8 +21,8 @@
 #include "cuda/gpu_buffer.h"
 #include "cuda/gpu_ranks.h"
 #include "ffi/handlers.h"
-#include "gpu/kernel_args.h"
-#include "gpu/tile_config.h"
+#include "gpu/interface/kernel_args.h"
+#include "gpu/sm90/tuning.h"
 #include "protocol/workspace.h"
 
 namespace nb = nanobind;
@@ -215,7 +215,7 @@ void bind_gpu_ranks(nb::module_& m) {
       .def(
           "trace",
           [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.read_trace(rank)); },
-          "rank"_a, "The trace buffer of the last launch, as cc/gpu/kernel_args.h describes it.")
+          "rank"_a, "The trace buffer of the last launch, as cc/gpu/interface/kernel_args.h describes it.")
       .def("poison", &GpuRanks::poison, Release(),
            "Fills every data region and all outputs with 0xFF bytes.")
       .def("failure", &GpuRanks::failure, "rank"_a,

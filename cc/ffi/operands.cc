@@ -1,7 +1,7 @@
 #include "ffi/operands.h"
 
 #include "cpu/rank.h"
-#include "gpu/kernel_args.h"
+#include "gpu/interface/kernel_args.h"
 
 namespace jax_megamoe::ffi_api {
 

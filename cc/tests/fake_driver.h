@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "cuda/driver.h"
-#include "gpu/kernel_args.h"
+#include "gpu/interface/kernel_args.h"
 
 namespace jax_megamoe::fake {
 

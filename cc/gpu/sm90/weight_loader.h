@@ -2,8 +2,8 @@
 // items of work and tells the other roles, and the activation loader.
 #pragma once
 
-#include "gpu/dispatch.h"
-#include "gpu/mainloop.h"
+#include "gpu/common/dispatch.h"
+#include "gpu/sm90/mainloop.h"
 #include "protocol/scheduler.h"
 
 namespace jax_megamoe::gpu {

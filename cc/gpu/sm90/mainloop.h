@@ -4,8 +4,8 @@
 // The shape of each loop follows from measurements: see docs/performance_log.md.
 #pragma once
 
-#include "gpu/wait.h"
-#include "gpu/wgmma.h"
+#include "gpu/common/wait.h"
+#include "gpu/sm90/wgmma.h"
 
 namespace jax_megamoe::gpu {
 

@@ -1,8 +1,8 @@
 // linear2.h: token path, stage 4. The down projection of one item, pushed to the tokens' own ranks.
 #pragma once
 
-#include "gpu/loaders.h"
-#include "gpu/mainloop.h"
+#include "gpu/sm90/weight_loader.h"
+#include "gpu/sm90/mainloop.h"
 
 namespace jax_megamoe::gpu {
 

@@ -2,7 +2,7 @@
 // themselves pulled from their ranks into the ring.
 #pragma once
 
-#include "gpu/wait.h"
+#include "gpu/common/wait.h"
 #include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {

@@ -2,8 +2,8 @@
 // constant derived from the macros that the host passes to NVRTC.
 #pragma once
 
-#include "gpu/kernel_args.h"
-#include "gpu/tile_config.h"
+#include "gpu/interface/kernel_args.h"
+#include "gpu/sm90/tuning.h"
 #include "protocol/ring.h"
 #include "protocol/workspace.h"
 

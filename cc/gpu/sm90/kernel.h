@@ -1,12 +1,12 @@
 // mega_moe.h: the kernel. One launch per rank and call; the body is the table of roles.
 #pragma once
 
-#include "gpu/combine.h"
-#include "gpu/dispatch.h"
-#include "gpu/linear2.h"
-#include "gpu/loaders.h"
-#include "gpu/prologue.h"
-#include "gpu/swiglu.h"
+#include "gpu/common/combine.h"
+#include "gpu/common/dispatch.h"
+#include "gpu/sm90/linear2.h"
+#include "gpu/sm90/weight_loader.h"
+#include "gpu/common/prologue.h"
+#include "gpu/sm90/linear1.h"
 
 namespace jax_megamoe::gpu {
 

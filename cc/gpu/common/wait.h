@@ -1,8 +1,8 @@
 // wait.h: signals, bounded waits, failure records, and the timeline.
 #pragma once
 
-#include "gpu/plan.h"
-#include "gpu/ptx.h"
+#include "gpu/sm90/plan.h"
+#include "gpu/common/ptx.h"
 
 namespace jax_megamoe::gpu {
 

@@ -2,7 +2,7 @@
 // gets which slots. All threads of a CTA, before roles part.
 #pragma once
 
-#include "gpu/wait.h"
+#include "gpu/common/wait.h"
 #include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {

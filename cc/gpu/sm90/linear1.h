@@ -5,8 +5,8 @@
 // gate's place.
 #pragma once
 
-#include "gpu/dispatch.h"
-#include "gpu/mainloop.h"
+#include "gpu/common/dispatch.h"
+#include "gpu/sm90/mainloop.h"
 
 namespace jax_megamoe::gpu {
 
