@@ -8,7 +8,7 @@ from jax_megamoe._ffi import native
 from jax_megamoe.errors import MegaMoEError
 
 #: The folders below `include_dir` that kernels include files from.
-FOLDERS = ("gpu", "protocol")
+FOLDERS = ("gpu/common", "gpu/interface", "gpu/sm90", "protocol")
 
 
 def include_dir() -> Path:
@@ -27,6 +27,6 @@ def include_dir() -> Path:
             return candidate
     raise MegaMoEError(
         f"jax_megamoe: kernel headers: got none in {' or '.join(map(str, candidates))}; expected "
-        f"folders {' and '.join(FOLDERS)} with the headers that belong to the package. Install "
+        f"folders {', '.join(FOLDERS)} with the headers that belong to the package. Install "
         "jax_megamoe again, with `pip install --force-reinstall`."
     )

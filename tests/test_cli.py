@@ -276,7 +276,7 @@ def test_compile_in_several_processes(monkeypatch, tmp_path, capsys):
     """Three kernels that do not compile: the command fails, with the compiler's words."""
     if not nvrtc_path():
         pytest.skip("NVRTC is not installed: pip install '.[dev]'")
-    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "sm90").mkdir(parents=True)
     (tmp_path / "gpu" / "sm90" / "kernel.h").write_text("#error no kernel here")
     monkeypatch.setattr(_headers, "include_dir", lambda: tmp_path)
     assert main(["compile", "--arch", "sm_90a", "--tile", "0", "--jobs", "3"]) == 1

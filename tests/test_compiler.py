@@ -35,7 +35,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 @pytest.fixture
 def headers(tmp_path):
-    for folder in ("gpu", "protocol"):
+    for folder in ("gpu/sm90", "protocol"):
         (tmp_path / "cc" / folder).mkdir(parents=True)
     (tmp_path / "cc/gpu/sm90/kernel.h").write_text(KERNEL)
     platform = (ROOT / "cc/protocol/platform.h").read_text()

@@ -104,11 +104,64 @@ def test_package_has_the_headers():
 
 
 def test_generated_header_has_not_drifted():
-    command = [sys.executable, str(HEADERS / "gpu" / "wgmma_gen.py")]
+    command = [sys.executable, str(HEADERS / "gpu/sm90/wgmma_gen.py")]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert (HEADERS / "gpu" / "wgmma.h").read_text() == text, (
-        "write it again: python cc/gpu/wgmma_gen.py > cc/gpu/wgmma.h"
+    assert (HEADERS / "gpu/sm90/wgmma.h").read_text() == text, (
+        "write it again: python cc/gpu/sm90/wgmma_gen.py > cc/gpu/sm90/wgmma.h"
     )
+
+
+INCLUDES = {"interface": {"interface"}, "common": {"interface", "common"}}
+
+
+def forbidden_includes(cc):
+    """Lines of cc/gpu that include what their folder may not see.
+
+    An architecture's folder sees itself and what is in INCLUDES; every file sees cc/protocol.
+    """
+    folders = {path.name for path in (cc / "gpu").iterdir() if path.is_dir()}
+    found = []
+    for path in sorted((cc / "gpu").rglob("*.h")):
+        folder = path.relative_to(cc / "gpu").parts[0]
+        may_see = INCLUDES.get(folder, {*INCLUDES, folder}) & folders
+        for line in path.read_text().splitlines():
+            included = re.match(r'\s*#\s*include\s*["<](.*)[">]', line)
+            if included and not re.match(rf"protocol/|gpu/({'|'.join(may_see)})/", included[1]):
+                found.append(f"{path.relative_to(cc)}: {line.strip()}")
+    return found
+
+
+def test_shared_headers_include_no_architecture():
+    assert forbidden_includes(HEADERS) == []
+    for folder in INCLUDES:
+        assert any((HEADERS / "gpu" / folder).glob("*.h"))
+    assert list((HEADERS / "gpu").glob("*.h")) == []  # each file has a folder
+
+
+@pytest.mark.parametrize(
+    "folder, header, allowed",
+    [
+        ("interface", "gpu/interface/roles.h", True),
+        ("interface", "gpu/common/wait.h", False),
+        ("interface", "gpu/sm90/tuning.h", False),
+        ("common", "gpu/interface/roles.h", True),
+        ("common", "protocol/ring.h", True),
+        ("common", "gpu/sm90/plan.h", False),
+        ("common", "../sm90/plan.h", False),
+        ("common", "plan.h", False),
+        ("common", "cuda/driver.h", False),
+        ("sm90", "gpu/common/wait.h", True),
+        ("sm90", "gpu/sm90/plan.h", True),
+        ("sm90", "gpu/sm100/plan.h", False),
+        ("sm100", "gpu/sm90/plan.h", False),
+    ],
+)
+def test_a_forbidden_include_is_found(tmp_path, folder, header, allowed):
+    for name in ("interface", "common", "sm90", "sm100"):
+        (tmp_path / "gpu" / name).mkdir(parents=True)
+    line = f'#include "{header}"'
+    (tmp_path / "gpu" / folder / "new.h").write_text(f"#pragma once\n{line}\n")
+    assert forbidden_includes(tmp_path) == ([] if allowed else [f"gpu/{folder}/new.h: {line}"])
 
 
 def test_missing_headers_are_an_error(tmp_path, monkeypatch):

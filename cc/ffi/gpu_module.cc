@@ -215,7 +215,8 @@ void bind_gpu_ranks(nb::module_& m) {
       .def(
           "trace",
           [](const GpuRanks& self, uint32_t rank) { return to_bytes(self.read_trace(rank)); },
-          "rank"_a, "The trace buffer of the last launch, as cc/gpu/interface/kernel_args.h describes it.")
+          "rank"_a,
+          "The trace buffer of the last launch, as cc/gpu/interface/kernel_args.h describes it.")
       .def("poison", &GpuRanks::poison, Release(),
            "Fills every data region and all outputs with 0xFF bytes.")
       .def("failure", &GpuRanks::failure, "rank"_a,

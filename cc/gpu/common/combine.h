@@ -1,7 +1,7 @@
 // combine.h: token path, stage 5. Sums a token's expert rows, and readies the workspace.
 #pragma once
 
-#include "gpu/common/wait.h"
+#include "gpu/common/call_barrier.h"
 #include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {

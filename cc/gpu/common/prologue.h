@@ -2,7 +2,8 @@
 // gets which slots. All threads of a CTA, before roles part.
 #pragma once
 
-#include "gpu/common/wait.h"
+#include "gpu/common/call_barrier.h"
+#include "gpu/common/trace.h"
 #include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {

@@ -1,12 +1,16 @@
-// mega_moe.h: the kernel. One launch per rank and call; the body is the table of roles.
+// kernel.h: the kernel. One launch per rank and call; the body is the table of roles.
 #pragma once
 
+// Headers of gpu/common see the constants and the ring of the architecture that includes them.
+#include "gpu/sm90/plan.h"
+#include "gpu/sm90/ring_layout.h"
 #include "gpu/common/combine.h"
 #include "gpu/common/dispatch.h"
+#include "gpu/common/prologue.h"
+#include "gpu/sm90/activation_loader.h"
+#include "gpu/sm90/linear1.h"
 #include "gpu/sm90/linear2.h"
 #include "gpu/sm90/weight_loader.h"
-#include "gpu/common/prologue.h"
-#include "gpu/sm90/linear1.h"
 
 namespace jax_megamoe::gpu {
 
@@ -74,7 +78,7 @@ struct RunItem {
   template <uint32_t N>
   JMM_DEVICE void operator()(Columns<N>) const {
     if (phase == 0) {
-      SwigluItem<N>(consumer, slot).run();
+      Linear1Item<N>(consumer, slot).run();
     } else {
       Linear2Item<N>(consumer, slot).run();
     }

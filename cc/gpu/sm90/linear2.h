@@ -1,8 +1,10 @@
 // linear2.h: token path, stage 4. The down projection of one item, pushed to the tokens' own ranks.
 #pragma once
 
-#include "gpu/sm90/weight_loader.h"
+#include "gpu/common/signal.h"
+#include "gpu/common/trace.h"
 #include "gpu/sm90/mainloop.h"
+#include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {
 

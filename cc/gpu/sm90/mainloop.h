@@ -5,21 +5,12 @@
 #pragma once
 
 #include "gpu/common/wait.h"
+#include "gpu/sm90/isa.h"
+#include "gpu/sm90/stages.h"
 #include "gpu/sm90/wgmma.h"
+#include "protocol/numerics.h"
 
 namespace jax_megamoe::gpu {
-
-// Where a role stands in the ring of stages.
-struct StageCursor {
-  uint32_t index = 0;
-  uint32_t parity = 0;
-  JMM_DEVICE void advance() {
-    if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // The math warpgroup's view of the ring.
 struct Consumer {
