@@ -152,9 +152,9 @@ void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostAr
   store(rank.w2, device, w2, "w2");
   store(rank.w2_base, device, w2_base, "w2_base");
   rank.args.w13 = rank.w13.ptr<uint8_t>();
-  rank.args.w13_base = rank.w13_base.ptr<uint8_t>();
+  rank.args.w13_row_scale = rank.w13_base.ptr<uint8_t>();
   rank.args.w2 = rank.w2.ptr<uint8_t>();
-  rank.args.w2_base = rank.w2_base.ptr<uint8_t>();
+  rank.args.w2_row_scale = rank.w2_base.ptr<uint8_t>();
   if (bias) {
     store(rank.b13, device, b13, "b13");
     store(rank.b2, device, b2, "b2");

@@ -112,7 +112,7 @@ RankGroup::~RankGroup() {
 
 void RankGroup::fill_args(uint32_t rank, gpu::KernelArgs& args) const {
   for (uint32_t peer = 0; peer < kMaxRanks; ++peer) {
-    args.base[peer] = peer < num_ranks() ? ranks_[peer].symmetric.ptr() : nullptr;
+    args.peer_buffer[peer] = peer < num_ranks() ? ranks_[peer].symmetric.ptr() : nullptr;
   }
   const Rank& own = ranks_[rank];
   args.abort_flag = own.abort_flag.ptr<uint32_t>();

@@ -79,8 +79,8 @@ ffi::Error execute(GpuCallSite* site, ffi::RunId run, int32_t device_ordinal, vo
   gpu::KernelArgs args{};
   fill_common(args, operands);
   args.ep_rank = static_cast<const int32_t*>(ep_rank.untyped_data());
-  args.w13_base = static_cast<const uint8_t*>(w13_sf.untyped_data());
-  args.w2_base = static_cast<const uint8_t*>(w2_sf.untyped_data());
+  args.w13_row_scale = static_cast<const uint8_t*>(w13_sf.untyped_data());
+  args.w2_row_scale = static_cast<const uint8_t*>(w2_sf.untyped_data());
   gpu::set_activation_params(args, attributes.to_params());
   args.checked = checked;
   args.timeout_ns = static_cast<uint64_t>(timeout_s * 1e9);

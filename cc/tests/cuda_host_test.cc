@@ -45,12 +45,12 @@ bool contains(const std::string& text, const std::string& part) {
 void barrier_kernel(const gpu::KernelArgs& args) {
   const WorkspaceLayout regions(layout);
   std::atomic_ref<uint32_t> abort(args.abort_flag[0]);
-  auto* epoch = regions.ptr<Region::call_epoch>(args.base[args.rank]);
+  auto* epoch = regions.ptr<Region::call_epoch>(args.peer_buffer[args.rank]);
   const uint64_t wanted = *epoch + 1;
   const bool lost =
       args.fault_region == static_cast<uint32_t>(Region::rank_barrier) && args.abort_flag[1]++ == 0;
   for (uint32_t peer = 0; peer < layout.num_ranks && !lost; ++peer) {
-    std::atomic_ref<uint64_t>(regions.ptr<Region::rank_barrier>(args.base[peer])[args.rank])
+    std::atomic_ref<uint64_t>(regions.ptr<Region::rank_barrier>(args.peer_buffer[peer])[args.rank])
         .fetch_add(1);
   }
   const auto report = [&](gpu::FailureKind kind, uint32_t index, uint64_t seen, uint32_t bits) {
@@ -67,7 +67,8 @@ void barrier_kernel(const gpu::KernelArgs& args) {
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::nanoseconds(args.timeout_ns);
   for (uint32_t peer = 0; peer < layout.num_ranks; ++peer) {
-    std::atomic_ref<uint64_t> word(regions.ptr<Region::rank_barrier>(args.base[args.rank])[peer]);
+    std::atomic_ref<uint64_t> word(
+        regions.ptr<Region::rank_barrier>(args.peer_buffer[args.rank])[peer]);
     while (word.load() < wanted && !(abort.load() & gpu::kAborted)) {
       if (std::chrono::steady_clock::now() > deadline) {
         report(gpu::FailureKind::kTimeout, peer, word.load(), gpu::kAborted);

@@ -10,13 +10,13 @@ namespace jax_megamoe::gpu {
 struct Cta {
   const KernelArgs& args;
   SharedControl* control;
-  uint32_t shared_base;  // of the stages
+  uint32_t stages_address;  // of the stages
   Role role;
 
   JMM_DEVICE uint64_t epoch() const { return control->epoch; }  // calls before this one
   JMM_DEVICE uint32_t ticket() const { return control->ticket; }
   JMM_DEVICE bool leads() const { return blockIdx.x == 0; }
-  JMM_DEVICE void* local() const { return args.base[args.rank]; }
+  JMM_DEVICE void* local() const { return args.peer_buffer[args.rank]; }
 };
 
 }  // namespace jax_megamoe::gpu

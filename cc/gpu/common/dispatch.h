@@ -178,7 +178,7 @@ JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
     if (!__shfl_sync(~0u, free, 0)) return false;
     __syncwarp();
   }
-  void* source = cta.args.base[from.source];
+  void* source = cta.args.peer_buffer[from.source];
   const uint64_t token = from.topk_slot / kTopK;
   const uint8_t* sf = region<Region::x_sf>(source) + token * (kHidden / kSfGroup);
   float topk_weight = 0.0f;
@@ -186,7 +186,7 @@ JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
   const RowScales scales(sf);
   copy_row(region<Region::x>(source) + token * kHidden, sf,
            reinterpret_cast<uint8_t*>(region<Region::l1_acts>(cta.local())) +
-               from.ring.slot * kRingBlockBytes<Phase1>,
+               from.ring.slot * kRingBlockBytes<Linear1>,
            from.row);
   scales.store(cta, from.ring.slot, from.row);
   if (lane == 0) {
@@ -208,11 +208,11 @@ JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   uint64_t participants = load_participants(cta);
   if (cta.leads() && pull_warp == 0) publish_call_barrier(cta, kRowsListed);
   {
-    Trace trace(cta, kTracePull + pull_warp, TraceName::kWaitRanks, lane == 0);
+    Trace trace(cta, kPullLane + pull_warp, TraceName::kWaitRanks, lane == 0);
     if (!wait_call_barrier(cta, kRowsListed)) return give_up(cta);
     __syncwarp();
   }
-  Trace trace(cta, kTracePull + pull_warp, TraceName::kPull, lane == 0);
+  Trace trace(cta, kPullLane + pull_warp, TraceName::kPull, lane == 0);
   const uint32_t num_rows = cta.control->row_start[kLocalExperts];
   // Decided before this rank's rows were listed.
   if (!decided(cta, participants)) participants = load_participants(cta);

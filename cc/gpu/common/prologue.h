@@ -290,8 +290,8 @@ JMM_DEVICE void add_list_starts(RouteTable& table, const Count& count) {
 
 JMM_DEVICE void list_slot(const Cta& cta, int32_t expert, uint32_t place, uint32_t slot) {
   region<Region::src_token_topk_idx>(
-      cta.args.base[expert / kLocalExperts])[cta.args.rank * kShape.max_slots_per_rank() + place] =
-      slot;
+      cta.args.peer_buffer[expert / kLocalExperts])[cta.args.rank * kShape.max_slots_per_rank() +
+                                                    place] = slot;
 }
 // Writes slots into the owners' lists; within an expert in the order in which threads get there: no
 // result depends on it. `batch` is count_slots' last.

@@ -22,7 +22,7 @@ JMM_DEVICE void add_release_sys(const Cta& cta, uint64_t index, uint64_t value) 
 }
 template <Region R>
 JMM_DEVICE void store_release(const Cta& cta, uint32_t peer, uint64_t index, uint64_t value) {
-  if (!drop_signal<R>(cta)) st_release_sys(region<R>(cta.args.base[peer]) + index, value);
+  if (!drop_signal<R>(cta)) st_release_sys(region<R>(cta.args.peer_buffer[peer]) + index, value);
 }
 
 }  // namespace jax_megamoe::gpu

@@ -36,6 +36,8 @@ class Trace {
 #endif
 };
 // Lanes of the timeline: math warpgroups first.
-inline constexpr uint32_t kTraceWeights = 4, kTraceActs = 5, kTracePull = 6;
+inline constexpr uint32_t kWeightLane = first_trace_lane(Role::kWeightLoader);
+inline constexpr uint32_t kActivationLane = first_trace_lane(Role::kActivationLoader);
+inline constexpr uint32_t kPullLane = first_trace_lane(Role::kDispatch);
 
 }  // namespace jax_megamoe::gpu

@@ -1,15 +1,12 @@
 // kernel_args.h: what the host passes to the kernel, and what the kernel reports. Host and device.
 #pragma once
 
+#include "gpu/interface/roles.h"
 #include "protocol/activation.h"
 #include "protocol/shape.h"
 
 namespace jax_megamoe::gpu {
 
-// Which wait or check failed. Names for the user stand in the host's table of the same order.
-enum class Role : uint32_t { kPrologue = 0, kScheduler, kActLoader, kDispatch, kMath, kCombine };
-inline constexpr const char* kRoleNames[] = {"prologue", "weight loader", "activation loader",
-                                             "dispatch", "math",          "combine"};
 enum class FailureKind : uint32_t {
   kNone = 0,
   kTimeout,        // region, index, wanted, seen
@@ -36,36 +33,6 @@ struct FailureRecord {
 };
 inline constexpr uint32_t kSharedBarrier = 0xFFFFFFFFu;
 
-// One interval of one role, in nanoseconds of %globaltimer. Only with JMM_TRACE.
-enum class TraceName : uint32_t {
-  kStageInput = 0,
-  kListRoutes,
-  kWaitCounts,
-  kWaitRanks,
-  kPull,
-  kWaitRing,
-  kLinear1,
-  kSwiglu,
-  kLinear2,
-  kPush,
-  kWaitRows,
-  kWaitResults,
-  kCombine
-};
-inline constexpr const char* kTraceNames[] = {
-    "stage input", "list routes",   "wait: counts", "wait: ranks", "pull",
-    "wait: ring",  "linear 1",      "swiglu",       "linear 2",    "push",
-    "wait: rows",  "wait: results", "combine"};
-struct TraceEvent {
-  uint64_t begin;
-  uint64_t end;
-  uint32_t name;   // TraceName
-  uint32_t block;  // pool block, or 0
-};
-inline constexpr uint32_t kTraceLanes = 8;     // math warpgroups 0..3, loaders, two pull warps
-inline constexpr uint32_t kTraceEvents = 512;  // per lane; later ones are dropped
-// trace is [num_ctas][kTraceLanes] counters (uint32), then [num_ctas][kTraceLanes][kTraceEvents].
-
 // Words of abort_flag. Word 0 holds the bits below; word 1 counts deliberate faults that were
 // served; the others collect what CTAs find out about expert ids, the first such slot as its
 // complement.
@@ -87,18 +54,18 @@ enum StatusWord : uint32_t {
 };
 
 struct KernelArgs {
-  void* base[kMaxRanks];  // every rank's symmetric buffer, as this device maps it
+  void* peer_buffer[kMaxRanks];  // every rank's symmetric buffer, as this device maps it
 
   const void* x;         // BF16 [num_rows][hidden], or E4M3 codes if x_sf is set
   const uint8_t* x_sf;   // UE8M0 [num_rows][hidden / 32], or null
   const void* topk_idx;  // int32 or int64 [num_rows][top_k]
   const float* topk_weights;
-  const int32_t* num_tokens;  // null: all rows
-  const int32_t* ep_rank;     // rank in the program, checked against `rank`; null: not checked
-  const uint8_t* w13;         // packed chunks, see tile_config.h
-  const uint8_t* w13_base;    // UE8M0 byte of every weight row [E/R][2 * intermediate]
+  const int32_t* num_tokens;     // null: all rows
+  const int32_t* ep_rank;        // rank in the program, checked against `rank`; null: not checked
+  const uint8_t* w13;            // packed chunks, see tile_config.h
+  const uint8_t* w13_row_scale;  // UE8M0 byte of every weight row [E/R][2 * intermediate]
   const uint8_t* w2;
-  const uint8_t* w2_base;  // [E/R][hidden]
+  const uint8_t* w2_row_scale;  // [E/R][hidden]
 
   uint16_t* y;        // BF16 [num_rows][hidden]
   int32_t* received;  // [E/R]

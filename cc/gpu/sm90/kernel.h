@@ -18,7 +18,7 @@ JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
   uint64_t epoch = 0;
   uint32_t ticket = 0;
   if (threadIdx.x == 0) {  // on their way while the rest is done
-    epoch = ld_relaxed_gpu(region<Region::call_epoch>(args.base[args.rank]));
+    epoch = ld_relaxed_gpu(region<Region::call_epoch>(args.peer_buffer[args.rank]));
     if (blockIdx.x != 0) ticket = 1 + atom_add_relaxed_gpu(args.abort_flag + kCheckIn, 1);
   }
   fill_widen_table(control.widen_table, threadIdx.x);
@@ -53,18 +53,18 @@ JMM_DEVICE void check_rank(const Cta& cta) {
 
 JMM_DEVICE void producers(Cta& cta) {
   const uint32_t thread = threadIdx.x - kMathThreads, warp = thread / 32;
-  cta.role = Role::kScheduler;
+  cta.role = Role::kWeightLoader;
   bool counted;
   {
-    Trace trace(cta, kTraceWeights, TraceName::kWaitCounts, thread == 0);
+    Trace trace(cta, kWeightLane, TraceName::kWaitCounts, thread == 0);
     counted = receive_counts(cta, thread);
   }
   if (cta.leads() && counted) report_counts(cta, thread);
   if (warp == kWeightWarp) {
     if (thread % 32 == 0) weight_role(cta);
-  } else if (warp == kActWarp) {
-    cta.role = Role::kActLoader;
-    act_role(cta);
+  } else if (warp == kActivationWarp) {
+    cta.role = Role::kActivationLoader;
+    activation_role(cta);
   } else if (counted) {
     cta.role = Role::kDispatch;
     pull_role(cta, warp - kFirstPullWarp);
@@ -74,13 +74,14 @@ JMM_DEVICE void producers(Cta& cta) {
 // One item with accumulators of N columns.
 struct RunItem {
   Consumer& consumer;
-  uint32_t slot, phase;
+  uint32_t item_slot;
+  ItemKind kind;
   template <uint32_t N>
   JMM_DEVICE void operator()(Columns<N>) const {
-    if (phase == 0) {
-      Linear1Item<N>(consumer, slot).run();
+    if (kind == ItemKind::kLinear1) {
+      Linear1Item<N>(consumer, item_slot).run();
     } else {
-      Linear2Item<N>(consumer, slot).run();
+      Linear2Item<N>(consumer, item_slot).run();
     }
   }
 };
@@ -89,20 +90,20 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
   cta.role = Role::kMath;
   Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
   for (uint32_t i = 0;; ++i) {
-    const uint32_t slot = i % kItemSlots, parity = i / kItemSlots % 2;
-    if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_full[slot]), parity)) {
+    const uint32_t item_slot = i % kItemSlots, parity = i / kItemSlots % 2;
+    if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_full[item_slot]), parity)) {
       return fill_with_nan(cta);
     }
-    const uint32_t phase = cta.control->items[slot].phase;
-    if (phase == kAbortItem) return fill_with_nan(cta);
-    if (phase == kEndItem) break;
+    const ItemKind kind = cta.control->items[item_slot].kind;
+    if (kind == ItemKind::kAbort) return fill_with_nan(cta);
+    if (kind == ItemKind::kEnd) break;
     // Or else the compiler would compute addresses of all kinds of items before the first one, and
     // keep them on the stack.
     asm volatile("" : "+r"(consumer.warpgroup), "+r"(consumer.warp), "+r"(consumer.lane));
-    with_columns(cta.control->items[slot].valid_m, RunItem{consumer, slot, phase});
+    with_columns(cta.control->items[item_slot].valid_m, RunItem{consumer, item_slot, kind});
     __syncwarp();
     if (kRacecheck || consumer.lane == 0) {
-      mbarrier_arrive(shared_address(&cta.control->item_empty[slot]));
+      mbarrier_arrive(shared_address(&cta.control->item_empty[item_slot]));
     }
   }
   // All rows of this CTA are pushed. When all CTAs of all ranks say so, every row is there.

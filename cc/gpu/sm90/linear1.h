@@ -20,7 +20,7 @@ namespace jax_megamoe::gpu {
 template <uint32_t N>
 class Linear1Item {
  public:
-  static constexpr uint32_t kBlocks = Phase1::kRowBlocks;
+  static constexpr uint32_t kBlocks = Linear1::kRowBlocks;
   static constexpr uint32_t kPairs = N / 2;
   static constexpr uint32_t kPacks = N / 8;
   static constexpr uint32_t kPaddedPacks =
@@ -29,24 +29,24 @@ class Linear1Item {
   // Values of this thread: [block][2 * c + t].
   using Values = float[kBlocks][N / 4];
 
-  JMM_DEVICE Linear1Item(Consumer& math, uint32_t slot)
+  JMM_DEVICE Linear1Item(Consumer& math, uint32_t item_slot)
       : math_(math),
         cta_(math.cta),
-        item_(cta_.control->items[slot]),
-        slot_(slot),
+        item_(cta_.control->items[item_slot]),
+        item_slot_(item_slot),
         thread_(threadIdx.x) {}
 
   JMM_DEVICE void run() {
     uint32_t running = 0;  // largest exponents of this thread's token pair, over passes
 #pragma unroll 1
-    for (uint32_t pass = 0; pass < Phase1::kPasses; ++pass) {
+    for (uint32_t pass = 0; pass < Linear1::kPasses; ++pass) {
       Values values;
       {
         float acc[kBlocks][N / 2];
         {
           Trace trace(cta_, math_.warpgroup, TraceName::kLinear1, thread_ % 128 == 0,
                       item_.pool_block);
-          multiply<Phase1, N>(math_, acc);
+          multiply<Linear1, N>(math_, acc);
         }
         activate(pass, acc, values);
       }
@@ -60,25 +60,25 @@ class Linear1Item {
 #if JMM_BIAS
     // Linear 2 weights its bias. The row's own place for the weight may be overwritten by then.
     if (item_.n == 0 && thread_ < item_.valid_m) {
-      region<Region::l2_topk_weights>(cta_.local())[item_.slot * kBlockM + thread_] =
-          bits_float(cta_.control->token_header[slot_][thread_].x);
+      region<Region::l2_topk_weights>(cta_.local())[item_.ring_slot * kBlockM + thread_] =
+          bits_float(cta_.control->token_header[item_slot_][thread_].x);
     }
 #endif
     fence_proxy_async_global();  // the copy engine reads what this thread has written
     named_barrier_sync(kBarrierMath, kMathThreads);
     if (thread_ == 0) {
-      constexpr uint32_t kDone = kItemRows<Phase1> / kBlockN;
-      add_release<Region::l2_arrival>(cta_, item_.slot, kDone);
-      add_release<Region::l1_empty>(cta_, item_.slot, kDone);
+      constexpr uint32_t kDone = kItemRows<Linear1> / kBlockN;
+      add_release<Region::l2_arrival>(cta_, item_.ring_slot, kDone);
+      add_release<Region::l1_empty>(cta_, item_.ring_slot, kDone);
     }
   }
 
  private:
   JMM_DEVICE void sync_warpgroup() const {
-    named_barrier_sync(kBarrierWarpgroup + math_.warpgroup, 128);
+    named_barrier_sync(barrier_of_warpgroup(math_.warpgroup), 128);
   }
   JMM_DEVICE uint32_t first_row(uint32_t pass, uint32_t b) const {
-    return (item_.n * Phase1::kPasses + pass) * kTileRows<Phase1> +
+    return (item_.n * Linear1::kPasses + pass) * kTileRows<Linear1> +
            (math_.warpgroup * kBlocks + b) * 64;
   }
 
@@ -86,16 +86,18 @@ class Linear1Item {
                            Values& values) const {
     const float limit = cta_.args.swiglu_limit;
     const uint32_t q = math_.lane % 4;
-    const uint32_t header = shared_address(cta_.control->token_header[slot_]) + q * 16;
-    const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + q * 8;
+    const uint32_t header = shared_address(cta_.control->token_header[item_slot_]) + q * 16;
+    const uint32_t units = shared_address(cta_.control->token_unit[item_slot_]) + q * 8;
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      const uint8_t* base = cta_.control->row_base[slot_] + first_row(pass, b) % kItemRows<Phase1> +
-                            math_.warp * 16 + math_.lane / 4;
-      const float gate_scale = ue8m0_to_float(base[0]) * kWeightUnit;
-      const float up_scale = ue8m0_to_float(base[8]) * kWeightUnit;
+      const uint8_t* row_scale = cta_.control->row_scale[item_slot_] +
+                                 first_row(pass, b) % kItemRows<Linear1> + math_.warp * 16 +
+                                 math_.lane / 4;
+      const float gate_scale = ue8m0_to_float(row_scale[0]) * kWeightUnit;
+      const float up_scale = ue8m0_to_float(row_scale[8]) * kWeightUnit;
 #if JMM_BIAS
-      const float* bias = cta_.control->row_bias[slot_] + (base - cta_.control->row_base[slot_]);
+      const float* bias =
+          cta_.control->row_bias[item_slot_] + (row_scale - cta_.control->row_scale[item_slot_]);
       const float gate_bias = bias[0], up_bias = bias[8];
 #endif
 #pragma unroll
@@ -163,7 +165,7 @@ class Linear1Item {
     reduce_exponents(values, 0, kBlocks);
     named_barrier_sync(kBarrierMath, kMathThreads);
     if (thread_ < kPairs) running = max_s16x2(running, max_of_warps(thread_, 0, kMathWarps));
-    if constexpr (Phase1::kPasses == 2) {
+    if constexpr (Linear1::kPasses == 2) {
       if (pass == 0) {
         stash(values);
         named_barrier_sync(kBarrierMath, kMathThreads);  // amax_part may be overwritten
@@ -172,14 +174,14 @@ class Linear1Item {
     }
     if (thread_ < kPairs) {
       float2* scales = reinterpret_cast<float2*>(region<Region::l2_acts_sf>(cta_.local()) +
-                                                 item_.slot * kRingScaleBytes<Phase2>);
+                                                 item_.ring_slot * kRingScaleBytes<Linear2>);
       scales[item_.n * (kBlockM / 2) + thread_] = publish_scales(0, thread_, running);
     }
     Values earlier;
-    if constexpr (Phase1::kPasses == 2) unstash(earlier);  // on its way during the next lines
+    if constexpr (Linear1::kPasses == 2) unstash(earlier);  // on its way during the next lines
     named_barrier_sync(kBarrierMath, kMathThreads);
     store_codes(pass, values);
-    if constexpr (Phase1::kPasses == 2) store_codes(0, earlier);
+    if constexpr (Linear1::kPasses == 2) store_codes(0, earlier);
   }
 
   // A first pass's values wait in this CTA's scratch memory; every thread reads its own back.
@@ -189,7 +191,7 @@ class Linear1Item {
            thread_;
   }
   JMM_DEVICE void stash(const Values& values) const {
-    static_assert(Phase1::kPasses == 1 || kMathThreads * sizeof(Values) <= kScratchBytesPerCta);
+    static_assert(Linear1::kPasses == 1 || kMathThreads * sizeof(Values) <= kScratchBytesPerCta);
 #pragma unroll
     for (uint32_t i = 0; i < N / 16; ++i) {
       scratch()[i * kMathThreads] = {values[0][4 * i], values[0][4 * i + 1], values[0][4 * i + 2],
@@ -218,7 +220,8 @@ class Linear1Item {
     };
     const uint32_t q = math_.lane % 4, channel = math_.lane / 4;  // of the warp's eight
     const uint32_t reciprocals = shared_address(cta_.control->reciprocal[0]) + q * 8;
-    uint8_t* tile = region<Region::l2_acts>(cta_.local()) + item_.slot * kRingBlockBytes<Phase2>;
+    uint8_t* tile =
+        region<Region::l2_acts>(cta_.local()) + item_.ring_slot * kRingBlockBytes<Linear2>;
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
       const uint32_t first_chunk = first_row(pass, b) / 2 / 16;
@@ -285,7 +288,8 @@ class Linear1Item {
     const auto place = [&](uint32_t token, uint32_t chunk) {
       return staging + token * 64 + (chunk ^ ((token >> 1) & 3)) * 16;
     };
-    uint8_t* tile = region<Region::l2_acts>(cta_.local()) + item_.slot * kRingBlockBytes<Phase2>;
+    uint8_t* tile =
+        region<Region::l2_acts>(cta_.local()) + item_.ring_slot * kRingBlockBytes<Linear2>;
     const uint32_t first_chunk = first_row(0, b) / 2 / 8;
 #pragma unroll
     for (uint32_t slab = 0; slab < N / kSlab; ++slab) {
@@ -324,7 +328,7 @@ class Linear1Item {
   Consumer& math_;
   const Cta& cta_;
   const Item& item_;  // in shared memory
-  const uint32_t slot_;
+  const uint32_t item_slot_;
   const uint32_t thread_;
 };
 

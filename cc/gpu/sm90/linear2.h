@@ -11,57 +11,60 @@ namespace jax_megamoe::gpu {
 template <uint32_t N>
 class Linear2Item {
  public:
-  static constexpr uint32_t kBlocks = Phase2::kRowBlocks;
+  static constexpr uint32_t kBlocks = Linear2::kRowBlocks;
 
-  JMM_DEVICE Linear2Item(Consumer& math, uint32_t slot)
+  JMM_DEVICE Linear2Item(Consumer& math, uint32_t item_slot)
       : math_(math),
         cta_(math.cta),
-        item_(cta_.control->items[slot]),
-        slot_(slot),
+        item_(cta_.control->items[item_slot]),
+        item_slot_(item_slot),
         thread_(threadIdx.x) {}
 
   JMM_DEVICE void run() {
     float acc[kBlocks][N / 2];
     {
       Trace trace(cta_, math_.warpgroup, TraceName::kLinear2, thread_ % 128 == 0, item_.pool_block);
-      multiply<Phase2, N>(math_, acc);
+      multiply<Linear2, N>(math_, acc);
     }
     Trace trace(cta_, math_.warpgroup, TraceName::kPush, thread_ % 128 == 0, item_.pool_block);
     // After an abort the addresses of results may never have been written. The warpgroup decides as
     // one, because the barriers below need all of it.
-    if (named_barrier_or(kBarrierWarpgroup + math_.warpgroup, 128, gave_up(cta_))) return;
-    // The item's rows are in shared memory or used: the slot's next lap may overwrite them.
+    if (named_barrier_or(barrier_of_warpgroup(math_.warpgroup), 128, gave_up(cta_))) return;
+    // The item's rows are in shared memory or used: the ring slot's next lap may overwrite them.
     if (thread_ == 0)
-      add_release<Region::l2_empty>(cta_, item_.slot, valid_chunks<Phase2>(item_.n));
+      add_release<Region::l2_empty>(cta_, item_.ring_slot, valid_chunks<Linear2>(item_.n));
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
-      const uint32_t row = item_.n * kTileRows<Phase2> + (math_.warpgroup * kBlocks + b) * 64;
-      if (row < Phase2::kRows) push(row, acc[b]);
+      const uint32_t row = item_.n * kTileRows<Linear2> + (math_.warpgroup * kBlocks + b) * 64;
+      if (row < Linear2::kRows) push(row, acc[b]);
     }
   }
 
  private:
   JMM_DEVICE void sync_warpgroup() const {
-    named_barrier_sync(kBarrierWarpgroup + math_.warpgroup, 128);
+    named_barrier_sync(barrier_of_warpgroup(math_.warpgroup), 128);
   }
 
   // Up to 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight
   // threads write 128 contiguous bytes of a token's row, to whichever rank it belongs.
   JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
     constexpr uint32_t kSlab = N % 32 == 0 ? 32 : min_of(N, 16u);
-    const uint8_t* base = cta_.control->row_base[slot_] + first_row % kItemRows<Phase2> +
-                          math_.warp * 16 + math_.lane / 4;
-    const float scale[2] = {ue8m0_to_float(base[0]) * kWeightUnit,
-                            ue8m0_to_float(base[8]) * kWeightUnit};
+    const uint8_t* row_scale = cta_.control->row_scale[item_slot_] +
+                               first_row % kItemRows<Linear2> + math_.warp * 16 + math_.lane / 4;
+    const float scale[2] = {ue8m0_to_float(row_scale[0]) * kWeightUnit,
+                            ue8m0_to_float(row_scale[8]) * kWeightUnit};
 #if JMM_BIAS
-    const float* row_bias = cta_.control->row_bias[slot_] + (base - cta_.control->row_base[slot_]);
+    const float* row_bias =
+        cta_.control->row_bias[item_slot_] + (row_scale - cta_.control->row_scale[item_slot_]);
     const float bias[2] = {row_bias[0], row_bias[8]};
     const uint32_t weights =
-        shared_address(cta_.control->token_weight[slot_]) + (math_.lane % 4) * 8;
+        shared_address(cta_.control->token_weight[item_slot_]) + (math_.lane % 4) * 8;
 #endif
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
-    const uint32_t units = shared_address(cta_.control->token_unit[slot_]) + (math_.lane % 4) * 8;
-    const uint64_t* header = reinterpret_cast<const uint64_t*>(cta_.control->token_header[slot_]);
+    const uint32_t units =
+        shared_address(cta_.control->token_unit[item_slot_]) + (math_.lane % 4) * 8;
+    const uint64_t* header =
+        reinterpret_cast<const uint64_t*>(cta_.control->token_header[item_slot_]);
     const auto place = [&](uint32_t token, uint32_t chunk) {
       return staging + token * 128 + (chunk ^ (token % 8)) * 16;
     };
@@ -113,7 +116,7 @@ class Linear2Item {
   Consumer& math_;
   const Cta& cta_;
   const Item& item_;  // in shared memory
-  const uint32_t slot_;
+  const uint32_t item_slot_;
   const uint32_t thread_;
 };
 

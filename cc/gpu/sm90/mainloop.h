@@ -19,13 +19,13 @@ struct Consumer {
   uint32_t warpgroup, warp, lane;  // warp of the warpgroup
 
   JMM_DEVICE uint32_t acts(uint32_t stage) const {
-    return cta.shared_base + stage * kActStageBytes;
+    return cta.stages_address + stage * kActStageBytes;
   }
   JMM_DEVICE uint32_t weights(uint32_t stage) const {
-    return cta.shared_base + kWeightStagesOffset + stage * kWeightStageBytes;
+    return cta.stages_address + kWeightStagesOffset + stage * kWeightStageBytes;
   }
   JMM_DEVICE uint32_t scales(uint32_t stage) const {
-    return cta.shared_base + kScaleStagesOffset + stage * kScaleStageBytes;
+    return cta.stages_address + kScaleStagesOffset + stage * kScaleStageBytes;
   }
   JMM_DEVICE void wait_full() const {
     mbarrier_wait(cta, shared_address(&cta.control->full[at.index]), at.parity);

@@ -5,6 +5,7 @@
 #include "gpu/interface/kernel_args.h"
 #include "gpu/sm90/tuning.h"
 #include "protocol/ring.h"
+#include "protocol/scheduler.h"
 #include "protocol/workspace.h"
 
 namespace jax_megamoe::gpu {
@@ -53,20 +54,32 @@ inline constexpr uint32_t kProducerRegisters = kTile.math_warpgroups == 2 ? 56 :
 static_assert(kMathThreads * kMathRegisters + 128 * kProducerRegisters <=
               kThreads * kLaunchRegisters);
 // Warps of the last warpgroup. Two warps pull: with 132 SMs that fills NVLink.
-inline constexpr uint32_t kWeightWarp = 0, kActWarp = 1, kFirstPullWarp = 2, kPullWarps = 2;
+inline constexpr uint32_t kWeightWarp = first_warp(Role::kWeightLoader);
+inline constexpr uint32_t kActivationWarp = first_warp(Role::kActivationLoader);
+inline constexpr uint32_t kFirstPullWarp = first_warp(Role::kDispatch), kPullWarps = 2;
+static_assert(kFirstPullWarp + kPullWarps == 4);
 
-// Named barriers; 0 is __syncthreads.
-inline constexpr uint32_t kBarrierMath = 1, kBarrierProducers = 2;
-inline constexpr uint32_t kBarrierWarpgroup = 3;  // and the next three
+// Hardware barriers of a CTA, by number.
+enum NamedBarrier : uint32_t {
+  kBarrierCta = 0,         // all threads; this is the barrier of __syncthreads()
+  kBarrierMath = 1,        // the math warpgroups
+  kBarrierProducers = 2,   // the last warpgroup
+  kBarrierWarpgroup0 = 3,  // one math warpgroup each
+  kBarrierWarpgroup1,
+  kBarrierWarpgroup2,
+  kBarrierWarpgroup3,
+};
+static_assert(kBarrierWarpgroup0 + kTile.math_warpgroups - 1 <= kBarrierWarpgroup3);
+JMM_HD uint32_t barrier_of_warpgroup(uint32_t warpgroup) { return kBarrierWarpgroup0 + warpgroup; }
 
 // ---- shapes of the two products ----
 
-struct Phase1 {
+struct Linear1 {
   static constexpr uint32_t kK = kHidden, kRows = 2 * kIntermediate;
   static constexpr uint32_t kRowBlocks = kTile.l1_row_blocks, kPasses = kTile.l1_passes;
   static constexpr bool kRescale = kGranularity == Granularity::k128;  // scales change along K
 };
-struct Phase2 {
+struct Linear2 {
   static constexpr uint32_t kK = kIntermediate, kRows = kHidden;
   static constexpr uint32_t kRowBlocks = kTile.l2_row_blocks, kPasses = 1;
   static constexpr bool kRescale = !kBf16;
@@ -81,9 +94,9 @@ template <class P>
 inline constexpr uint32_t kItems = ceil_div(P::kRows, kItemRows<P>);  // of one M-block
 template <class P>
 inline constexpr uint32_t kKBlocks = P::kK / kBlockK;
-static_assert(kItemRows<Phase2> <= 256);
-static_assert(kItemRows<Phase1> == 256, "128 channels of one scale");
-static_assert(Phase1::kRows % kWeightChunkRows == 0 && Phase2::kRows % kWeightChunkRows == 0);
+static_assert(kItemRows<Linear2> <= 256);
+static_assert(kItemRows<Linear1> == 256, "128 channels of one scale");
+static_assert(Linear1::kRows % kWeightChunkRows == 0 && Linear2::kRows % kWeightChunkRows == 0);
 
 inline constexpr uint32_t kChunkBytes = weight_chunk_bytes(kGranularity);
 inline constexpr uint32_t kScaleBytesPerBlock = weight_scale_bytes(kGranularity) / 2;  // 64 rows
@@ -93,7 +106,7 @@ inline constexpr uint32_t kScaleBytesPerBlock = weight_scale_bytes(kGranularity)
 // 1024-byte tiles of tokens come first: the swizzle pattern repeats every 1024 bytes.
 inline constexpr uint32_t kActStageBytes = kBlockM * kBlockK * (kBf16 ? 2 : 1);
 inline constexpr uint32_t kWeightStageBytes =
-    max_of(kTileChunks<Phase1>, kTileChunks<Phase2>) * kChunkBytes;
+    max_of(kTileChunks<Linear1>, kTileChunks<Linear2>) * kChunkBytes;
 inline constexpr uint32_t kScaleStageBytes = kBf16 ? 0 : kBlockM * 4;
 inline constexpr uint32_t kStageBytes = kActStageBytes + kWeightStageBytes + kScaleStageBytes;
 static_assert(kActStageBytes % 1024 == 0);
@@ -102,16 +115,21 @@ inline constexpr uint32_t kMaxStages = 12;
 inline constexpr uint32_t kItemSlots = 2;         // the one in work and the next
 inline constexpr uint32_t kSharedLimit = 232448;  // bytes a CTA may use on sm_90
 
+// What a CTA does next: an item of one of the scheduler's phases, or none any more.
+enum class ItemKind : uint32_t {
+  kLinear1 = static_cast<uint32_t>(Phase::kLinear1),
+  kLinear2 = static_cast<uint32_t>(Phase::kLinear2),
+  kEnd,    // there are no more items
+  kAbort,  // the call is aborted
+};
 // One item of work as the roles pass it on.
-inline constexpr uint32_t kEndItem = 2;    // phase: no more items
-inline constexpr uint32_t kAbortItem = 3;  // phase: the call is aborted
 struct Item {
-  uint32_t phase;  // 0, 1, kEndItem or kAbortItem
+  ItemKind kind;
   uint32_t expert;
   uint32_t n;  // item of the M-block
   uint32_t pool_block;
   uint32_t valid_m;
-  uint32_t slot;  // ring slot
+  uint32_t ring_slot;
   uint32_t lap;
   uint32_t reserved;
 };
@@ -128,7 +146,7 @@ struct SharedControl {
   // 2, address of the result's row. The unit of a token's sums. The scale byte of each weight row.
   alignas(16) uint2 token_header[kItemSlots][kBlockM];
   alignas(16) float token_unit[kItemSlots][kBlockM];
-  alignas(16) uint8_t row_base[kItemSlots][256];
+  alignas(16) uint8_t row_scale[kItemSlots][256];
   alignas(128) uint8_t widen_table[128];
   // Rows of this rank's experts.
   uint32_t row_start[kLocalExperts + 1];    // first row of an expert, padding not counted

@@ -35,10 +35,10 @@ class RowScales {
       if (scale < kScales) bytes_[i] = scales[scale * (kBlockK / kSfGroup)];
     }
   }
-  JMM_DEVICE void store(const Cta& cta, uint32_t slot, uint32_t row) const {
-    float* to =
-        reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) + slot * kBlockBytes) +
-        row;
+  JMM_DEVICE void store(const Cta& cta, uint32_t ring_slot, uint32_t row) const {
+    float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
+                                         ring_slot * kBlockBytes) +
+                row;
 #pragma unroll
     for (uint32_t i = 0; i < kPerLane; ++i) {
       const uint32_t scale = lane() + 32 * i;
@@ -50,9 +50,9 @@ class RowScales {
   // BF16 rows carry theirs.
   static constexpr uint32_t kScales = kBf16                               ? 0
                                       : kGranularity == Granularity::kRow ? 1
-                                                                          : kKBlocks<Phase1>;
+                                                                          : kKBlocks<Linear1>;
   static constexpr uint32_t kBlockBytes = kScales * kBlockM * 4;  // of a ring block
-  static_assert(kGranularity != Granularity::k128 || kBlockBytes == kRingScaleBytes<Phase1>);
+  static_assert(kGranularity != Granularity::k128 || kBlockBytes == kRingScaleBytes<Linear1>);
   static_assert(uint64_t{kBlockBytes} * kShape.ring_blocks <= ~0u, "offsets are 32-bit");
   static constexpr uint32_t kPerLane = ceil_div(max_of(kScales, 1u), 32u);
   JMM_DEVICE static uint32_t lane() { return threadIdx.x % 32; }

@@ -25,7 +25,8 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
       if (gave_up(cta)) return;
       if (k + kEarly == kKBlocks<P> && pass + 1 == valid_passes<P>(item.n)) almost_done();
       const uint32_t full = full_barrier(cta, at.index);
-      const uint32_t stage = cta.shared_base + kWeightStagesOffset + at.index * kWeightStageBytes;
+      const uint32_t stage =
+          cta.stages_address + kWeightStagesOffset + at.index * kWeightStageBytes;
       if constexpr (!kRacecheck) mbarrier_arrive_expect_tx(full, chunks * kChunkBytes);
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
         bulk_load(stage + chunk * kChunkBytes,
@@ -45,29 +46,30 @@ JMM_DEVICE void prefetch_first_weights(const Cta& cta, uint32_t tokens) {
   if (uint64_t{tokens} * kTopK * kRanks < uint64_t{kRowsThatMakeItLikely} * kShape.num_experts) {
     return;
   }
-  constexpr uint32_t kChunks = Phase1::kRows / kWeightChunkRows;
-  constexpr uint32_t kChunksOfItem = kTileChunks<Phase1> * Phase1::kPasses;
-  constexpr uint32_t kDepth = min_of(kStages, kKBlocks<Phase1>);
-  const uint32_t expert = blockIdx.x / kItems<Phase1>, n = blockIdx.x % kItems<Phase1>;
+  constexpr uint32_t kChunks = Linear1::kRows / kWeightChunkRows;
+  constexpr uint32_t kChunksOfItem = kTileChunks<Linear1> * Linear1::kPasses;
+  constexpr uint32_t kDepth = min_of(kStages, kKBlocks<Linear1>);
+  const uint32_t expert = blockIdx.x / kItems<Linear1>, n = blockIdx.x % kItems<Linear1>;
   if (expert >= kLocalExperts) return;
 #pragma unroll
-  for (uint32_t i = 0; i < kTileChunks<Phase1>; ++i) {
+  for (uint32_t i = 0; i < kTileChunks<Linear1>; ++i) {
     const uint64_t chunk = uint64_t{expert} * kChunks + n * kChunksOfItem + i;
-    bulk_prefetch_l2(cta.args.w13 + chunk * kKBlocks<Phase1> * kChunkBytes, kDepth * kChunkBytes);
+    bulk_prefetch_l2(cta.args.w13 + chunk * kKBlocks<Linear1> * kChunkBytes, kDepth * kChunkBytes);
   }
 }
 
 // Hands the next item to the other roles.
 JMM_DEVICE void pass_on(const Cta& cta, uint32_t index, const Item& item) {
-  const uint32_t slot = index % kItemSlots, parity = index / kItemSlots % 2;
-  if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_empty[slot]), parity ^ 1)) {
+  const uint32_t item_slot = index % kItemSlots, parity = index / kItemSlots % 2;
+  if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_empty[item_slot]),
+                              parity ^ 1)) {
     return;
   }
-  cta.control->items[slot] = item;
-  mbarrier_arrive(shared_address(&cta.control->item_full[slot]));
+  cta.control->items[item_slot] = item;
+  mbarrier_arrive(shared_address(&cta.control->item_full[item_slot]));
 }
 
-// One thread. Always ends with kEndItem or kAbortItem.
+// One thread. Always ends with ItemKind::kEnd or ItemKind::kAbort.
 JMM_DEVICE void weight_role(const Cta& cta) {
   const SharedControl& control = *cta.control;
   const auto block_start = [&](uint32_t e) { return control.block_start[e]; };
@@ -75,14 +77,15 @@ JMM_DEVICE void weight_role(const Cta& cta) {
   uint32_t index = 0;
   uint64_t participants = load_participants(cta);
   if (!gave_up(cta)) {
-    BlockWalk walk(shape_of_kernel(), gridDim.x, kItems<Phase1>, kItems<Phase2>, block_start, rows);
+    BlockWalk walk(shape_of_kernel(), gridDim.x, kItems<Linear1>, kItems<Linear2>, block_start,
+                   rows);
     uint32_t* counter = region<Region::next_item>(cta.local());
     StageCursor at;
     Block block;
     uint32_t number = atom_add_relaxed_gpu(counter, 1);
     for (; walk.find(number, &block); ++index) {
       const RingPosition ring = ring_position(shape_of_kernel(), block.pool_block);
-      const Item item = {static_cast<uint32_t>(block.phase),
+      const Item item = {static_cast<ItemKind>(block.phase),
                          block.expert,
                          block.n_block,
                          block.pool_block,
@@ -94,12 +97,13 @@ JMM_DEVICE void weight_role(const Cta& cta) {
       // Not earlier than its latency takes: at the end of a call, an item that waits behind another
       // is one that a free CTA could have done.
       const auto take_next = [&] { number = atom_add_relaxed_gpu(counter, 1); };
-      Trace trace(cta, kTraceWeights, item.phase == 0 ? TraceName::kLinear1 : TraceName::kLinear2,
-                  true, item.pool_block);
-      if (item.phase == 0) {
-        load_weights<Phase1>(cta, item, at, cta.args.w13, take_next);
+      Trace trace(cta, kWeightLane,
+                  item.kind == ItemKind::kLinear1 ? TraceName::kLinear1 : TraceName::kLinear2, true,
+                  item.pool_block);
+      if (item.kind == ItemKind::kLinear1) {
+        load_weights<Linear1>(cta, item, at, cta.args.w13, take_next);
       } else {
-        load_weights<Phase2>(cta, item, at, cta.args.w2, take_next);
+        load_weights<Linear2>(cta, item, at, cta.args.w2, take_next);
       }
       if (gave_up(cta)) {
         ++index;
@@ -115,7 +119,7 @@ JMM_DEVICE void weight_role(const Cta& cta) {
   // For what math does after its last item.
   if (!gave_up(cta) && !receive_participants(cta, participants)) give_up(cta);
   Item last = {};
-  last.phase = gave_up(cta) ? kAbortItem : kEndItem;
+  last.kind = gave_up(cta) ? ItemKind::kAbort : ItemKind::kEnd;
   pass_on(cta, index, last);
 }
 
