@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "host/call_queue.h"
+#include "cpu/call_queue.h"
 #include "protocol/activation.h"
 #include "protocol/shape.h"
 #include "xla/ffi/api/ffi.h"

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "host/call_queue.h"
+#include "cpu/call_queue.h"
 
 namespace jax_megamoe::host {
 

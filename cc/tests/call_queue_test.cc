@@ -1,6 +1,6 @@
 // call_queue_test.cc: ranks that arrive in any order from many threads, late, not at all, or while
 // the queue closes. Runs under ThreadSanitizer and AddressSanitizer.
-#include "host/call_queue.h"
+#include "cpu/call_queue.h"
 
 #include <algorithm>
 #include <atomic>

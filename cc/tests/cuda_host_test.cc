@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/gpu_buffer.h"
-#include "cuda/gpu_ranks.h"
+#include "harness/gpu_ranks.h"
 #include "report/failure_text.h"
 #include "tests/check.h"
 #include "tests/fake_driver.h"

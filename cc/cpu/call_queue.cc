@@ -1,4 +1,4 @@
-#include "host/call_queue.h"
+#include "cpu/call_queue.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -1,4 +1,4 @@
-#include "cuda/harness_kernels.h"
+#include "harness/harness_kernels.h"
 
 #include <atomic>
 #include <chrono>

@@ -1,4 +1,4 @@
-#include "ffi/gpu_module.h"
+#include "python/gpu_module.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -19,7 +19,7 @@
 
 #include "cuda/compiler.h"
 #include "cuda/gpu_buffer.h"
-#include "cuda/gpu_ranks.h"
+#include "harness/gpu_ranks.h"
 #include "ffi/handlers.h"
 #include "gpu/interface/kernel_args.h"
 #include "gpu/sm90/tuning.h"

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/harness_kernels.h"
+#include "harness/harness_kernels.h"
 #include "cuda/kernel.h"
 #include "cuda/rank_group.h"
 

@@ -18,7 +18,7 @@
 
 #include "cpu/gemm.h"
 #include "cuda/kernel.h"
-#include "ffi/gpu_module.h"
+#include "python/gpu_module.h"
 #include "ffi/handlers.h"
 #include "host/symmetric_buffer.h"
 #include "protocol/activation.h"
@@ -26,7 +26,7 @@
 #include "protocol/numerics.h"
 #include "protocol/scheduler.h"
 #include "protocol/workspace.h"
-#include "version.h"
+#include "python/version.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-#include "cuda/gpu_ranks.h"
+#include "harness/gpu_ranks.h"
 
 #include <algorithm>
 #include <atomic>
