@@ -8,7 +8,7 @@
 #include <pmmintrin.h>
 #endif
 
-namespace jax_megamoe::host {
+namespace jax_megamoe::cpu {
 namespace {
 
 // Tells one rank. Each rank gets a thread: with one for all, the first rank's program could block
@@ -38,7 +38,7 @@ CallQueue::~CallQueue() {
   thread_.join();
 }
 
-void CallQueue::submit(int64_t run, uint64_t site, uint32_t rank, const cpu::CallArgs& args,
+void CallQueue::submit(int64_t run, uint64_t site, uint32_t rank, const CallArgs& args,
                        double timeout_s, CallDone done) {
   const uint32_t num_ranks = group_.shape().num_ranks;
   std::unique_lock<std::mutex> lock(mutex_);
@@ -74,7 +74,7 @@ void CallQueue::submit(int64_t run, uint64_t site, uint32_t rank, const cpu::Cal
   changed_.notify_all();
 }
 
-void CallQueue::with_idle_group(const std::function<void(cpu::MegaMoeGroup&)>& use) {
+void CallQueue::with_idle_group(const std::function<void(MegaMoeGroup&)>& use) {
   std::lock_guard<std::mutex> lock(group_mutex_);
   use(group_);
 }
@@ -112,7 +112,7 @@ void CallQueue::thread_main() {
 }
 
 void CallQueue::run(Call& call) {
-  cpu::CallResult result;
+  CallResult result;
   {
     std::lock_guard<std::mutex> lock(group_mutex_);
     try {
@@ -172,4 +172,4 @@ void CallQueue::expire_overdue_calls(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-}  // namespace jax_megamoe::host
+}  // namespace jax_megamoe::cpu

@@ -24,10 +24,11 @@
 #include <vector>
 
 #include "cpu/mega_moe.h"
+#include "host/status.h"
 
-namespace jax_megamoe::host {
+namespace jax_megamoe::cpu {
 
-enum class CallStatus { kOk, kInvalidArgument, kDeadlineExceeded, kUnavailable };
+using host::CallStatus;
 
 // Called once per submitted rank, on a thread of its own: XLA continues the rank's program inside
 // it, up to the next collective, which may block until other ranks have been told as well.
@@ -38,16 +39,16 @@ class CallQueue {
   CallQueue(const MoeShape& shape, uint32_t workers_per_rank);
   ~CallQueue();  // fails open calls and waits for the running one
 
-  void submit(int64_t run, uint64_t site, uint32_t rank, const cpu::CallArgs& args,
-              double timeout_s, CallDone done);
+  void submit(int64_t run, uint64_t site, uint32_t rank, const CallArgs& args, double timeout_s,
+              CallDone done);
 
   // For tests and dumps; waits until no call is running.
-  void with_idle_group(const std::function<void(cpu::MegaMoeGroup&)>& use);
+  void with_idle_group(const std::function<void(MegaMoeGroup&)>& use);
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Call {
-    std::vector<cpu::CallArgs> args;
+    std::vector<CallArgs> args;
     std::vector<CallDone> done;  // [num_ranks], empty: not arrived
     uint32_t num_arrived = 0;
     double timeout_s = 0;
@@ -58,7 +59,7 @@ class CallQueue {
   void run(Call& call);
   void expire_overdue_calls(std::unique_lock<std::mutex>& lock);
 
-  cpu::MegaMoeGroup group_;
+  MegaMoeGroup group_;
   std::mutex group_mutex_;  // held while the group runs a call or is inspected
 
   std::mutex mutex_;
@@ -69,4 +70,4 @@ class CallQueue {
   std::thread thread_;
 };
 
-}  // namespace jax_megamoe::host
+}  // namespace jax_megamoe::cpu

@@ -21,7 +21,7 @@
 
 #include "cuda/kernel.h"
 #include "cuda/rank_group.h"
-#include "cpu/call_queue.h"
+#include "host/status.h"
 #include "host/symmetric_buffer.h"
 
 namespace jax_megamoe::cuda {

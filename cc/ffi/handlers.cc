@@ -5,9 +5,9 @@
 #include <string>
 #include <string_view>
 
+#include "cpu/cpu_buffer.h"
 #include "cpu/gemm.h"
 #include "ffi/operands.h"
-#include "host/symmetric_buffer.h"
 #include "report/failure_text.h"
 
 namespace jax_megamoe::ffi_api {
@@ -39,7 +39,7 @@ ffi::Future execute(CallSite* site, ffi::RunId run, int32_t device_ordinal, std:
                     ffi::AnyBuffer w13_sf, ffi::AnyBuffer w2, ffi::AnyBuffer w2_sf,
                     ffi::AnyBuffer b13, ffi::AnyBuffer b2, ffi::Result<ffi::AnyBuffer> y,
                     ffi::Result<ffi::AnyBuffer> received, ffi::Result<ffi::AnyBuffer> status) {
-  const auto buffer = host::find_buffer_of<host::CpuBuffer>(std::string(key));
+  const auto buffer = host::find_buffer_of<cpu::CpuBuffer>(std::string(key));
   if (buffer == nullptr) return fail(no_buffer_error(key));
   const host::RankOfDevice* place = buffer->find_device(device_ordinal);
   if (place == nullptr) return fail(foreign_device_error(device_ordinal, key));

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/call_queue.h"
+#include "host/status.h"
 #include "protocol/activation.h"
 #include "protocol/shape.h"
 #include "xla/ffi/api/ffi.h"

@@ -11,7 +11,7 @@
 
 #include "cuda/compiler.h"
 
-namespace jax_megamoe::cuda {
+namespace jax_megamoe::harness {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -452,4 +452,4 @@ void GpuRanks::poison() {
   }
 }
 
-}  // namespace jax_megamoe::cuda
+}  // namespace jax_megamoe::harness

@@ -11,11 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "harness/harness_kernels.h"
 #include "cuda/kernel.h"
 #include "cuda/rank_group.h"
+#include "harness/harness_kernels.h"
 
-namespace jax_megamoe::cuda {
+namespace jax_megamoe::harness {
 
 // Host memory of an operand; copied. `data` null: not given.
 struct HostArray {
@@ -114,4 +114,4 @@ class GpuRanks {
   std::unique_ptr<SmHolder> holder_;               // of the device it was last asked for
 };
 
-}  // namespace jax_megamoe::cuda
+}  // namespace jax_megamoe::harness

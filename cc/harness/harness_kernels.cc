@@ -6,7 +6,7 @@
 
 #include "cuda/compiler.h"
 
-namespace jax_megamoe::cuda {
+namespace jax_megamoe::harness {
 namespace {
 
 // Reading more than the L2 holds replaces what is in it; writing would leave dirty lines that the
@@ -163,4 +163,4 @@ void SmHolder::leak() {
   page_.leak();
 }
 
-}  // namespace jax_megamoe::cuda
+}  // namespace jax_megamoe::harness

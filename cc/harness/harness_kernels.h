@@ -6,7 +6,9 @@
 
 #include "cuda/driver.h"
 
-namespace jax_megamoe::cuda {
+namespace jax_megamoe::harness {
+
+using namespace cuda;  // the harness is written in the terms of what it drives
 
 // A kernel of a few lines, compiled at run time and loaded on one device.
 class SmallKernel {
@@ -65,4 +67,4 @@ class SmHolder {
   uint32_t sms_ = 0;     // of it
 };
 
-}  // namespace jax_megamoe::cuda
+}  // namespace jax_megamoe::harness

@@ -1,6 +1,6 @@
 #include "host/symmetric_buffer.h"
 
-#include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -37,33 +37,6 @@ SymmetricBuffer::SymmetricBuffer(std::string key, const MoeShape& shape,
 const RankOfDevice* SymmetricBuffer::find_device(int32_t ordinal) const {
   const auto it = devices_.find(ordinal);
   return it == devices_.end() ? nullptr : &it->second;
-}
-
-CpuBuffer::CpuBuffer(std::string key, const MoeShape& shape,
-                     const std::vector<std::vector<int32_t>>& groups, uint32_t workers_per_rank)
-    : SymmetricBuffer(std::move(key), shape, groups) {
-  for (uint32_t group = 0; group < num_groups(); ++group) {
-    queues_.push_back(std::make_unique<CallQueue>(shape, workers_per_rank));
-  }
-}
-
-void CpuBuffer::poison() {
-  for (const auto& queue : queues_) {
-    queue->with_idle_group([](cpu::MegaMoeGroup& g) { g.poison(); });
-  }
-}
-
-void CpuBuffer::arm_fault(uint32_t group, uint32_t region, uint32_t rank) {
-  queue(group).with_idle_group([&](cpu::MegaMoeGroup& g) { g.arm_fault(region, rank); });
-}
-
-std::string CpuBuffer::read(uint32_t group, uint32_t rank, uint32_t region) {
-  const RegionInfo info = WorkspaceLayout(shape()).regions[region];
-  std::string copy(info.num_bytes(), '\0');
-  queue(group).with_idle_group([&](cpu::MegaMoeGroup& g) {
-    std::memcpy(copy.data(), static_cast<const char*>(g.base(rank)) + info.offset, copy.size());
-  });
-  return copy;
 }
 
 void register_buffer(std::shared_ptr<SymmetricBuffer> buffer) {

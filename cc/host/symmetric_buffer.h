@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/call_queue.h"
+#include "protocol/shape.h"
 
 namespace jax_megamoe::host {
 
@@ -45,21 +45,6 @@ class SymmetricBuffer {
   const MoeShape shape_;
   const uint32_t num_groups_;
   std::map<int32_t, RankOfDevice> devices_;
-};
-
-class CpuBuffer final : public SymmetricBuffer {
- public:
-  CpuBuffer(std::string key, const MoeShape& shape, const std::vector<std::vector<int32_t>>& groups,
-            uint32_t workers_per_rank);
-
-  CallQueue& queue(uint32_t group) { return *queues_[group]; }
-
-  void poison() override;
-  void arm_fault(uint32_t group, uint32_t region, uint32_t rank) override;
-  std::string read(uint32_t group, uint32_t rank, uint32_t region) override;
-
- private:
-  std::vector<std::unique_ptr<CallQueue>> queues_;
 };
 
 // The registry. All functions may be called from any thread.

@@ -19,10 +19,10 @@
 
 #include "cuda/compiler.h"
 #include "cuda/gpu_buffer.h"
-#include "harness/gpu_ranks.h"
 #include "ffi/handlers.h"
 #include "gpu/interface/kernel_args.h"
 #include "gpu/sm90/tuning.h"
+#include "harness/gpu_ranks.h"
 #include "protocol/workspace.h"
 
 namespace nb = nanobind;
@@ -35,9 +35,9 @@ using HostBytes = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using ParamArray = std::array<float, kNumActivationParams>;
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
-cuda::HostArray host_array(const HostBytes& array) { return {array.data(), array.nbytes()}; }
-cuda::HostArray host_array(const std::optional<HostBytes>& array) {
-  return array ? host_array(*array) : cuda::HostArray{};
+harness::HostArray host_array(const HostBytes& array) { return {array.data(), array.nbytes()}; }
+harness::HostArray host_array(const std::optional<HostBytes>& array) {
+  return array ? host_array(*array) : harness::HostArray{};
 }
 
 nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
@@ -102,23 +102,23 @@ nb::list tiles(uint32_t granularity) {
   return out;
 }
 
-std::unique_ptr<cuda::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t granularity,
-                                               const std::vector<int>& devices,
-                                               uint32_t ctas_per_rank,
-                                               const std::string& include_dir,
-                                               const std::string& nvrtc_path, uint32_t build) {
+std::unique_ptr<harness::GpuRanks> make_gpu_ranks(const MoeShape& layout, uint32_t granularity,
+                                                  const std::vector<int>& devices,
+                                                  uint32_t ctas_per_rank,
+                                                  const std::string& include_dir,
+                                                  const std::string& nvrtc_path, uint32_t build) {
   nb::gil_scoped_release release;
-  return std::make_unique<cuda::GpuRanks>(
+  return std::make_unique<harness::GpuRanks>(
       layout, cuda::to_granularity(granularity), devices, ctas_per_rank,
       cuda::Toolchain{include_dir, nvrtc_path, nullptr}, cuda::to_build(build));
 }
 
-cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
-                                   uint32_t activation, const ActivationParams& params,
-                                   int32_t skip_rank, int32_t fault_rank,
-                                   const std::string& fault_region, bool gate,
-                                   std::pair<int32_t, uint32_t> hold) {
-  cuda::LaunchOptions options;
+harness::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
+                                      uint32_t activation, const ActivationParams& params,
+                                      int32_t skip_rank, int32_t fault_rank,
+                                      const std::string& fault_region, bool gate,
+                                      std::pair<int32_t, uint32_t> hold) {
+  harness::LaunchOptions options;
   options.tile = tile;
   options.timeout_s = timeout_s;
   options.checked = checked;
@@ -133,7 +133,7 @@ cuda::LaunchOptions launch_options(int32_t tile, double timeout_s, bool checked,
 }
 
 void bind_gpu_ranks(nb::module_& m) {
-  using cuda::GpuRanks;
+  using harness::GpuRanks;
   nb::class_<GpuRanks>(
       m, "GpuRanks",
       "Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.")

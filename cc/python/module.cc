@@ -16,9 +16,9 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/cpu_buffer.h"
 #include "cpu/gemm.h"
 #include "cuda/kernel.h"
-#include "python/gpu_module.h"
 #include "ffi/handlers.h"
 #include "host/symmetric_buffer.h"
 #include "protocol/activation.h"
@@ -26,6 +26,7 @@
 #include "protocol/numerics.h"
 #include "protocol/scheduler.h"
 #include "protocol/workspace.h"
+#include "python/gpu_module.h"
 #include "python/version.h"
 
 namespace nb = nanobind;
@@ -110,7 +111,7 @@ void create_buffer(const std::string& key, const MoeShape& shape,
   if (!shape.valid() || shape.block_m != cpu::kBlockM || workers_per_rank == 0) {
     throw std::invalid_argument("jax_megamoe: create_buffer: shape or workers_per_rank is invalid");
   }
-  host::register_buffer(std::make_shared<host::CpuBuffer>(key, shape, groups, workers_per_rank));
+  host::register_buffer(std::make_shared<cpu::CpuBuffer>(key, shape, groups, workers_per_rank));
 }
 
 void poison_buffer(const std::string& key) {

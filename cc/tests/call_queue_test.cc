@@ -10,7 +10,7 @@
 #include "tests/check.h"
 #include "tests/operands.h"
 
-namespace jax_megamoe::host {
+namespace jax_megamoe::cpu {
 namespace {
 
 constexpr double kTimeoutSeconds = 60;
@@ -116,15 +116,15 @@ void check_closing(std::mt19937& rng) {
 }
 
 }  // namespace
-}  // namespace jax_megamoe::host
+}  // namespace jax_megamoe::cpu
 
 int main() {
   std::mt19937 rng(11);
   for (int turn = 0; turn < 5; ++turn) {
-    jax_megamoe::host::check_any_order(rng);
-    jax_megamoe::host::check_closing(rng);
+    jax_megamoe::cpu::check_any_order(rng);
+    jax_megamoe::cpu::check_closing(rng);
   }
-  jax_megamoe::host::check_missing_rank(rng);
-  jax_megamoe::host::check_rank_twice(rng);
+  jax_megamoe::cpu::check_missing_rank(rng);
+  jax_megamoe::cpu::check_rank_twice(rng);
   std::puts("call_queue_test: passed");
 }

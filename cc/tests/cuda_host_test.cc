@@ -15,8 +15,8 @@
 using namespace jax_megamoe;
 using cuda::Build;
 using cuda::GpuBuffer;
-using cuda::GpuRanks;
-using cuda::LaunchOptions;
+using harness::GpuRanks;
+using harness::LaunchOptions;
 using host::CallStatus;
 
 namespace {
@@ -94,12 +94,12 @@ void set_operands(GpuRanks& ranks, uint32_t num_rows, uint32_t biased = 0) {
   const uint64_t e = layout.num_local_experts(), h = layout.hidden, i = layout.intermediate;
   const uint64_t chunk = gpu::weight_chunk_bytes(gpu::Granularity::k128);
   const std::vector<uint8_t> bytes(e * 2 * i * h + h * 64);
-  const auto part = [&](uint64_t size) { return cuda::HostArray{bytes.data(), size}; };
+  const auto part = [&](uint64_t size) { return harness::HostArray{bytes.data(), size}; };
   for (uint32_t rank = 0; rank < kRanks; ++rank) {
     ranks.set_weights(rank, part(e * 2 * i * h / (128 * 128) * chunk), part(e * 2 * i),
                       part(e * i * h / (128 * 128) * chunk), part(e * h),
-                      rank < biased ? part(e * 2 * i * 4) : cuda::HostArray{},
-                      rank < biased ? part(e * h * 4) : cuda::HostArray{});
+                      rank < biased ? part(e * 2 * i * 4) : harness::HostArray{},
+                      rank < biased ? part(e * h * 4) : harness::HostArray{});
     ranks.set_inputs(rank, num_rows, part(num_rows * h * 2), {}, part(num_rows * layout.top_k * 4),
                      false, part(num_rows * layout.top_k * 4), std::nullopt);
   }
@@ -236,6 +236,9 @@ void expect_report() {
   CHECK(text && (contains(*text, "rank_barrier[") || contains(*text, "num_tokens")));
 }
 
+// Of another back end.
+class OtherBuffer : public host::SymmetricBuffer {};
+
 void test_buffer() {
   const std::string key = "fake";
   const cuda::KernelWish early(key, {0});  // a program that was compiled before the buffer existed
@@ -243,7 +246,7 @@ void test_buffer() {
                                                     std::vector<std::vector<int32_t>>{{0, 1, 2}},
                                                     kToolchain));
   const auto buffer = host::find_buffer_of<GpuBuffer>(key);
-  CHECK(buffer != nullptr && host::find_buffer_of<host::CpuBuffer>(key) == nullptr);
+  CHECK(buffer != nullptr && host::find_buffer_of<OtherBuffer>(key) == nullptr);
   const int loads = fake::loads;
   const cuda::KernelWish again(key, {0});
   CHECK(fake::loads == loads);
