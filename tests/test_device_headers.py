@@ -164,6 +164,50 @@ def test_a_forbidden_include_is_found(tmp_path, folder, header, allowed):
     assert forbidden_includes(tmp_path) == ([] if allowed else [f"gpu/{folder}/new.h: {line}"])
 
 
+CALLERS = (
+    *("one thread", "one thread of the leader", "one warp", "one warp of the leader"),
+    *("all threads of a CTA", "all threads of the leader", "all threads of a math warpgroup"),
+    *("all math threads of a CTA", "all producer threads of a CTA"),
+    *("all producer threads of the leader", "any number of threads"),
+)
+COOPERATES = re.compile(r"__(syncthreads|syncwarp|\w+_sync)\(|named_barrier_(sync|or)\(")
+
+
+def functions_without_caller(text):
+    """Heads of device functions whose threads wait for each other, but whose comment has no last
+    line that says which threads have to call them."""
+    lines, found = text.splitlines(), []
+    heads = [i for i, line in enumerate(lines) if re.match(r"\s*JMM_DEVICE ", line)]
+    for head, end in zip(heads, [*heads[1:], len(lines)], strict=False):
+        above = head - 1
+        while lines[above].strip().startswith("template"):
+            above -= 1
+        caller = re.fullmatch(r"\s*// Caller: (.*)\.", lines[above])
+        if COOPERATES.search("\n".join(lines[head:end])) and not (caller and caller[1] in CALLERS):
+            found.append(lines[head].strip())
+    return found
+
+
+def test_device_functions_say_who_calls_them():
+    for path in sorted([*HEADERS.glob("gpu/common/*.h"), *HEADERS.glob("gpu/sm*/*.h")]):
+        text = path.read_text()
+        if path.name != "ptx.h":  # one instruction each
+            assert functions_without_caller(text) == [], path
+        for line in text.splitlines():
+            if "Caller:" in line:
+                caller = re.fullmatch(r"\s*// Caller: (.*)\.", line)
+                assert caller and caller[1] in CALLERS, (path, line)
+
+
+def test_a_missing_caller_is_found():
+    body = "JMM_DEVICE void meet() {\n  __syncwarp();\n}\n"
+    assert functions_without_caller(f"// Caller: one warp.\n{body}") == []
+    assert functions_without_caller(f"// Caller: one warp.\ntemplate <int N>\n{body}") == []
+    for comment in ("", "// They meet.", "// Caller: someone.", "// They meet. Caller: one warp."):
+        assert functions_without_caller(f"{comment}\n{body}") == ["JMM_DEVICE void meet() {"]
+    assert functions_without_caller("\nJMM_DEVICE int one() { return 1; }") == []
+
+
 def test_missing_headers_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "__file__", str(tmp_path / "package" / "_native.so"))
     with pytest.raises(MegaMoEError, match=r"kernel headers: got none in .*Install jax_megamoe"):

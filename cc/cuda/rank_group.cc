@@ -90,8 +90,8 @@ RankGroup::RankGroup(const MoeShape& layout, std::vector<RankPlace> places, bool
     const Device& device = rank.place.device;
     rank.symmetric = DeviceMemory(device, regions_.num_bytes, "symmetric buffer");
     rank.symmetric.fill(0);
-    rank.abort_flag = DeviceMemory(device, gpu::kAbortWords * sizeof(uint32_t), "abort flag");
-    rank.abort_flag.fill(0);
+    rank.rank_control = DeviceMemory(device, sizeof(gpu::RankControl), "abort flag");
+    rank.rank_control.fill(0);
     rank.scratch = DeviceMemory(device, rank.place.num_ctas * gpu::kScratchBytesPerCta, "scratch");
     if (trace) {
       rank.trace = DeviceMemory(device, trace_bytes(rank.place.num_ctas), "trace");
@@ -115,7 +115,7 @@ void RankGroup::fill_args(uint32_t rank, gpu::KernelArgs& args) const {
     args.peer_buffer[peer] = peer < num_ranks() ? ranks_[peer].symmetric.ptr() : nullptr;
   }
   const Rank& own = ranks_[rank];
-  args.abort_flag = own.abort_flag.ptr<uint32_t>();
+  args.rank_control = own.rank_control.ptr<uint32_t>();
   args.failure =
       reinterpret_cast<gpu::FailureRecord*>(own.host.address() + offsetof(HostPage, failure));
   args.scratch = own.scratch.ptr();
@@ -176,7 +176,7 @@ void RankGroup::abort() const {
   for (const Rank& rank : ranks_) {
     const ScopedContext scope(rank.place.device);
     // A copy, not a memset: the latter is a kernel and may find no free SM.
-    check(driver().memcpy_h_to_d_async(rank.abort_flag.address(),
+    check(driver().memcpy_h_to_d_async(rank.rank_control.address(),
                                        &rank.host.host<HostPage>()->abort_value, sizeof(uint32_t),
                                        rank.control),
           "cuMemcpyHtoDAsync");
@@ -197,12 +197,12 @@ void RankGroup::reset() const {
         rank.symmetric.fill(0, region.offset, region.num_bytes());
       }
     }
-    rank.abort_flag.fill(0);
+    rank.rank_control.fill(0);
     rank.host.host<HostPage>()->failure = {};
   }
 }
 
-void RankGroup::arm_fault(uint32_t rank) const { ranks_[rank].abort_flag.fill(0); }
+void RankGroup::arm_fault(uint32_t rank) const { ranks_[rank].rank_control.fill(0); }
 
 void RankGroup::poison() const {
   for (const Rank& rank : ranks_) {
@@ -239,7 +239,7 @@ void RankGroup::clear_trace() const {
 void RankGroup::leak() {
   for (Rank& rank : ranks_) {
     rank.symmetric.leak();
-    rank.abort_flag.leak();
+    rank.rank_control.leak();
     rank.scratch.leak();
     rank.trace.leak();
     rank.host.leak();

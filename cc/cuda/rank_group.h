@@ -66,7 +66,7 @@ class RankGroup {
   struct Rank {
     RankPlace place;
     DeviceMemory symmetric;
-    DeviceMemory abort_flag;
+    DeviceMemory rank_control;
     DeviceMemory scratch;
     DeviceMemory trace;
     MappedMemory host;  // HostPage
@@ -75,7 +75,7 @@ class RankGroup {
   // What a rank's kernel and the host exchange.
   struct HostPage {
     gpu::FailureRecord failure;
-    uint32_t abort_value;  // copied to abort_flag
+    uint32_t abort_value;  // copied to RankControl::flags
   };
 
   const MoeShape layout_;

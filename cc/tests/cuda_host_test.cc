@@ -44,11 +44,11 @@ bool contains(const std::string& text, const std::string& part) {
 // A protocol of one barrier: tells all ranks, waits for all ranks, writes a result.
 void barrier_kernel(const gpu::KernelArgs& args) {
   const WorkspaceLayout regions(layout);
-  std::atomic_ref<uint32_t> abort(args.abort_flag[0]);
+  std::atomic_ref<uint32_t> abort(args.rank_control[gpu::kFlags]);
   auto* epoch = regions.ptr<Region::call_epoch>(args.peer_buffer[args.rank]);
   const uint64_t wanted = *epoch + 1;
-  const bool lost =
-      args.fault_region == static_cast<uint32_t>(Region::rank_barrier) && args.abort_flag[1]++ == 0;
+  const bool lost = args.fault_region == static_cast<uint32_t>(Region::rank_barrier) &&
+                    args.rank_control[gpu::kServedFaults]++ == 0;
   for (uint32_t peer = 0; peer < layout.num_ranks && !lost; ++peer) {
     std::atomic_ref<uint64_t>(regions.ptr<Region::rank_barrier>(args.peer_buffer[peer])[args.rank])
         .fetch_add(1);

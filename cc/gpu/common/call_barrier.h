@@ -12,6 +12,7 @@ namespace jax_megamoe::gpu {
 enum CallBarrier : uint32_t { kSlotsCounted = 1, kRowsListed = 2, kResultsPushed = 3 };
 inline constexpr uint32_t kCallBarriers = 3;
 
+// Caller: one thread.
 JMM_DEVICE void arrive_call_barrier(const Cta& cta, uint32_t barriers = 1) {
   add_release_sys<Region::grid_barrier>(cta, 0,
                                         barriers * (1 + (cta.leads() ? absent_ctas(cta) : 0)));
@@ -21,12 +22,13 @@ JMM_DEVICE void arrive_call_barrier(const Cta& cta, uint32_t barriers = 1) {
 JMM_DEVICE uint64_t timeout_of(const Cta& cta, CallBarrier nth) {
   return cta.args.timeout_ns + (nth == kResultsPushed ? cta.args.timeout_ns / 8 : 0);
 }
-// One thread.
+// Caller: one thread.
 JMM_DEVICE bool wait_grid(const Cta& cta, CallBarrier nth) {
   return wait_at_least<Region::grid_barrier, LoadSys64>(
       cta, 0, (cta.epoch() * kCallBarriers + nth) * gridDim.x, timeout_of(cta, nth));
 }
-// One whole warp of the leader.
+// The leader waits until all CTAs of its rank have arrived, and tells every rank.
+// Caller: one warp of the leader.
 JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
   if constexpr (kRanks > 1) {
     const uint32_t lane = threadIdx.x % 32;
@@ -42,7 +44,8 @@ JMM_DEVICE void publish_call_barrier(const Cta& cta, CallBarrier nth) {
     __syncwarp();
   }
 }
-// One whole warp.
+// Waits until all ranks have told. False: the call is aborted.
+// Caller: one warp.
 JMM_DEVICE bool wait_call_barrier(const Cta& cta, CallBarrier nth) {
   const uint32_t lane = threadIdx.x % 32;
   bool arrived = true;

@@ -9,21 +9,21 @@ namespace jax_megamoe::gpu {
 // ended, which waits for this one. So a call must not need all its CTAs. CTA 0, with which GPUs
 // begin, leads; each other one takes a ticket when it begins. When the leader has counted slots it
 // closes the check-in. Usually everyone is there; if not, it gives them a little time and then goes
-// on without them, and who comes later leaves at once. Work that is dealt out before that is done
-// by others for the absent; all later work is dealt out to participants, or taken by whoever is
-// free.
-inline constexpr uint64_t kCheckInGraceNs = 20000;
+// on without them, and a CTA that comes later leaves at once. Work that is dealt out before that is
+// done by others for the absent; all later work is dealt out to participants, or taken by whoever
+// is free.
 
 JMM_DEVICE uint32_t others() { return gridDim.x - 1; }
 JMM_DEVICE uint32_t load_check_in(const Cta& cta) {
-  return ld_relaxed_gpu(cta.args.abort_flag + kCheckIn);
+  return ld_relaxed_gpu(cta.args.rank_control + kCheckIn);
 }
 JMM_DEVICE uint64_t* participants_word(const Cta& cta) {
-  return reinterpret_cast<uint64_t*>(cta.args.abort_flag + kParticipants);
+  return reinterpret_cast<uint64_t*>(cta.args.rank_control + kParticipants);
 }
-// One thread of the leader. `here`: how many had checked in when it last looked.
+// Closes the check-in. `here` is how many CTAs had checked in when the leader last looked.
+// Caller: one thread of the leader.
 JMM_DEVICE void close_check_in(const Cta& cta, uint32_t here) {
-  uint32_t* check_in = cta.args.abort_flag + kCheckIn;
+  uint32_t* check_in = cta.args.rank_control + kCheckIn;
   if (here < others()) here = load_check_in(cta);
   if (here < others()) {
     const uint64_t start = globaltimer_ns();
@@ -38,9 +38,10 @@ JMM_DEVICE void close_check_in(const Cta& cta, uint32_t here) {
   cta.control->participants = 1 + here;
 }
 // The last one to come readies the check-in for the next call.
+// Caller: all threads of a CTA.
 JMM_DEVICE void leave_late(const Cta& cta) {
   if (threadIdx.x != 0 || (cta.ticket() & ~kCheckInClosed) != others()) return;
-  *static_cast<volatile uint32_t*>(cta.args.abort_flag + kCheckIn) = 0;
+  *static_cast<volatile uint32_t*>(cta.args.rank_control + kCheckIn) = 0;
 }
 // A word that says how many take part, if the leader has decided in this call.
 JMM_DEVICE uint64_t load_participants(const Cta& cta) {
@@ -49,8 +50,9 @@ JMM_DEVICE uint64_t load_participants(const Cta& cta) {
 JMM_DEVICE bool decided(const Cta& cta, uint64_t participants) {
   return reached(participants, published_count(cta.epoch() + 1, 0));
 }
-// Waits for the decision if `participants`, loaded before, is not yet it. One thread. What does not
-// come is reported as this rank's first count, which the leader publishes with it.
+// Waits for the decision if `participants`, loaded before, is not yet it. What does not come
+// is reported as this rank's first count, which the leader publishes with it.
+// Caller: one thread.
 JMM_DEVICE bool receive_participants(const Cta& cta, uint64_t participants) {
   if (!decided(cta, participants)) {
     const auto load = [&] { return load_participants(cta); };

@@ -6,7 +6,9 @@
 
 namespace jax_megamoe::gpu {
 
-// Rows that no result may be read from. The leader does the shares of the absent as well.
+// Makes y NaN, so that nobody takes it for a result. The leader does the shares of the absent as
+// well.
+// Caller: all math threads of a CTA.
 JMM_DEVICE void fill_with_nan(const Cta& cta) {
   const uint64_t words = uint64_t{cta.args.num_rows} * kHidden / 2;
   uint32_t* y = reinterpret_cast<uint32_t*>(cta.args.y);
@@ -20,20 +22,20 @@ JMM_DEVICE void fill_with_nan(const Cta& cta) {
   }
 }
 
-// Columns of a step of one warp, and 16 bytes of each of a token's rows that a lane has in flight:
-// as many as the math registers hold.
-inline constexpr uint32_t kCombineParts = kTile.math_warpgroups == 2 ? 4 : 2;
+// Columns of a step of one warp; a lane has 16 bytes of each part of each row in flight.
+inline constexpr uint32_t kCombineParts = combine_parts(kTile);
 inline constexpr uint32_t kCombineColumns = kCombineParts * 256;
 
-// Columns [begin, end) of y of one token by one warp: the FP32 sum of its routed rows in slot
-// order, rounded once. Bit k of `routed`: slot k has a row.
+// Writes columns [begin, end) of y of one token: the FP32 sum of its routed rows in the order of
+// top-k slots, rounded once. Bit k of `routed` says that slot k has a row.
+// Caller: one warp.
 JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, uint32_t routed, uint32_t begin,
                               uint32_t end) {
   const uint32_t lane = threadIdx.x % 32;
   uint16_t* y = cta.args.y + uint64_t{token} * kHidden;
   const uint16_t* rows = region<Region::combine>(cta.local()) + uint64_t{token} * kHidden;
   constexpr uint64_t kSlotStride = uint64_t{kShape.max_tokens} * kHidden;
-  constexpr uint32_t kInFlight = min_of(kTopK, 8u);
+  constexpr uint32_t kInFlight = min_of(kTopK, kCombineRows);
   for (uint32_t first_column = begin + lane * 8; first_column < end;
        first_column += kCombineColumns) {
     float sum[kCombineParts][8] = {};
@@ -82,6 +84,7 @@ JMM_DEVICE void combine_token(const Cta& cta, uint32_t token, uint32_t routed, u
 // are waited for: they were staged before the first count was published.
 class Combine {
  public:
+  // Caller: all math threads of a CTA.
   JMM_DEVICE Combine(const Cta& cta, uint32_t tokens)
       : cta_(cta),
         tokens_(tokens),
@@ -91,6 +94,7 @@ class Combine {
     load_route();
   }
 
+  // Caller: all math threads of a CTA.
   JMM_DEVICE void run() {
     const uint32_t num_pieces = cta_.args.num_rows * pieces_;
     while (next_ < num_pieces) {
@@ -104,6 +108,7 @@ class Combine {
   }
 
  private:
+  // Caller: one warp.
   JMM_DEVICE void load_route() {
     const uint32_t token = next_ / pieces_, lane = threadIdx.x % 32;
     route_ = -1;
@@ -120,6 +125,7 @@ class Combine {
 
 // Zeroes the counters of this call (Lifetime::kPerCall). Every CTA of the rank has finished its
 // items, and no other rank touches them.
+// Caller: all math threads of a CTA.
 JMM_DEVICE void clear_counters(const Cta& cta) {
   void* local = cta.local();
   const uint32_t first = cta.ticket() * kMathThreads + threadIdx.x;

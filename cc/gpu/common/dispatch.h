@@ -10,7 +10,8 @@ namespace jax_megamoe::gpu {
 
 // ---- counts ----
 
-// Exclusive prefix sum of value(e) over the local experts into start[0 .. E/R]. One warp.
+// Exclusive prefix sum of value(e) over the local experts into start[0 .. E/R].
+// Caller: one warp.
 template <class Value>
 JMM_DEVICE uint32_t prefix_sum(uint32_t* start, const Value& value) {
   const uint32_t lane = threadIdx.x % 32;
@@ -32,6 +33,7 @@ JMM_DEVICE uint32_t prefix_sum(uint32_t* start, const Value& value) {
 
 // The producers wait until every rank has published its counts, and lay out the pool. Then nothing
 // about the schedule is unknown. False: the call is aborted.
+// Caller: all producer threads of a CTA.
 JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
   SharedControl& control = *cta.control;
   const uint64_t call = cta.epoch() + 1;
@@ -70,6 +72,7 @@ JMM_DEVICE bool receive_counts(const Cta& cta, uint32_t thread) {
 }
 
 // CTA 0 tells the caller.
+// Caller: all producer threads of the leader.
 JMM_DEVICE void report_counts(const Cta& cta, uint32_t thread) {
   const SharedControl& control = *cta.control;
   for (uint32_t e = thread; e < kLocalExperts; e += 128) {
@@ -82,14 +85,16 @@ JMM_DEVICE void report_counts(const Cta& cta, uint32_t thread) {
   cta.args.status[kStatusRingLaps] = static_cast<int32_t>(ceil_div(blocks, kShape.ring_blocks));
 }
 
-// ---- which source row stands where ----
+// ---- which source row is where ----
 
 struct SourceRow32 {
   uint32_t rank;
   uint32_t index;
 };
 
-// locate_source_row() of protocol/dispatch_order.h by one warp: a lane looks after every 32nd rank.
+// Does what locate_source_row() of protocol/dispatch_order.h does; each lane looks after every 32nd
+// rank.
+// Caller: one warp.
 JMM_DEVICE SourceRow32 locate_source_row_by_warp(const SharedControl& control, uint32_t expert,
                                                  uint32_t position) {
   if constexpr (kRanks == 1) return {0, position};
@@ -144,8 +149,9 @@ struct PoolRow {
   uint32_t topk_slot;  // of that rank
 };
 
-// The row that stands at `pool_row`, in pool order and without padding. `expert` is where the last
-// search ended; rows are asked for in ascending order. One warp.
+// Finds the row at `pool_row`, in pool order and without padding. `expert` is where the last
+// search ended; rows are asked for in ascending order.
+// Caller: one warp.
 JMM_DEVICE PoolRow find_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& expert) {
   const SharedControl& control = *cta.control;
   while (pool_row >= control.row_start[expert + 1]) ++expert;
@@ -165,8 +171,9 @@ JMM_DEVICE PoolRow find_pool_row(const Cta& cta, uint32_t pool_row, uint32_t& ex
 }
 
 // Brings one row into the ring. Weight and scales are asked for before the codes, and used after
-// them, so that a row waits for its rank once per batch of codes and no more. One warp. False: the
-// call is aborted.
+// them, so that a row waits for its rank once per batch of codes and no more. False: the call is
+// aborted.
+// Caller: one warp.
 JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
   const uint32_t lane = threadIdx.x % 32;
   if (from.ring.lap > 0) {
@@ -203,6 +210,7 @@ JMM_DEVICE bool pull_row(const Cta& cta, const PoolRow& from) {
 
 // The pull role: rows in pool order, spread over all pull warps of the rank, so that the first
 // blocks are complete first.
+// Caller: one warp.
 JMM_DEVICE void pull_role(const Cta& cta, uint32_t pull_warp) {
   const uint32_t lane = threadIdx.x % 32;
   uint64_t participants = load_participants(cta);

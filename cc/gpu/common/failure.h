@@ -7,11 +7,12 @@ namespace jax_megamoe::gpu {
 
 // Claims the rank's record; only the first failure is told. Aborting failures make every role
 // leave.
+// Caller: one thread.
 JMM_DEVICE void record_failure(const Cta& cta, FailureKind kind, uint32_t region, uint64_t index,
                                uint64_t wanted, uint64_t seen, uint32_t count = 0) {
   const bool aborts = kind == FailureKind::kTimeout;
   const uint32_t before =
-      atom_or_acq_rel_gpu(cta.args.abort_flag, kFailed | (aborts ? kAborted : 0));
+      atom_or_acq_rel_gpu(cta.args.rank_control, kFailed | (aborts ? kAborted : 0));
   if (before & kFailed) return;
   volatile FailureRecord* record = cta.args.failure;
   record->rank = cta.args.rank;
@@ -35,7 +36,7 @@ JMM_DEVICE void record_failure(const Cta& cta, FailureKind kind, uint32_t region
 }
 
 JMM_DEVICE bool aborted(const Cta& cta) {
-  return (ld_relaxed_gpu(cta.args.abort_flag) & kAborted) != 0;
+  return (ld_relaxed_gpu(cta.args.rank_control) & kAborted) != 0;
 }
 
 JMM_DEVICE bool gave_up(const Cta& cta) {

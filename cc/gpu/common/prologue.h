@@ -9,6 +9,7 @@
 namespace jax_megamoe::gpu {
 
 // Rows of this call that hold tokens. Every CTA sees the same; the leader reports a bad number.
+// Caller: all threads of a CTA.
 JMM_DEVICE uint32_t valid_tokens(const Cta& cta) {
   const KernelArgs& args = cta.args;
   if (args.num_tokens == nullptr) return args.num_rows;
@@ -69,8 +70,9 @@ JMM_DEVICE uint32_t quantize_4(uint32_t first, uint32_t second, float reciprocal
   return low | (high << 16);
 }
 
-// One warp quantises one row; a lane holds one group of 32 at a time. Coarser granularities share
+// Quantises one row; a lane holds one group of 32 at a time. Coarser granularities share
 // the magnitude over 4 lanes or over the row, which is read twice then.
+// Caller: one warp.
 JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
   uint8_t* codes = region<Region::x>(cta.local()) + uint64_t{token} * kHidden;
   uint8_t* scales = region<Region::x_sf>(cta.local()) + uint64_t{token} * kGroups;
@@ -153,12 +155,13 @@ JMM_DEVICE void stage_row(const Cta& cta, uint32_t token, uint32_t lane) {
   }
 }
 
-// Rows of x are dealt out to CTAs in turn, skipping the first `skipped` CTAs. Whose: CTA `first`
-// and every `step`-th after it. In each share a warp does row `row` and every `row_step`-th after
-// it.
+// Rows of x are dealt out to CTAs in turn, skipping the first `skipped` CTAs. A thread works on the
+// shares of CTA `first` and of every `step`-th CTA after it. In each share its warp does row `row`
+// and every `row_step`-th row after it.
 struct Shares {
   uint32_t first, step, row, row_step;
 };
+// Caller: all threads of a CTA.
 JMM_DEVICE void stage_shares(const Cta& cta, uint32_t tokens, uint32_t skipped,
                              const Shares& shares) {
   const uint32_t workers = gridDim.x - skipped;
@@ -186,7 +189,6 @@ struct RouteTable {
   uint32_t first_out_of_range;
 };
 static_assert(sizeof(RouteTable) <= kControlOffset);
-inline constexpr uint32_t kRouteBatch = 8;  // loads of a thread in flight
 
 // A thread's slots of one batch. Adding to a counter in shared memory is what takes the time, and
 // tells the place as well: a CTA with a single batch adds once a slot.
@@ -196,9 +198,8 @@ struct RouteBatch {
 };
 inline constexpr uint32_t kSlotsOfBatch = kThreads * kRouteBatch;
 
-// Up to so many slots one CTA counts and lists them all: it needs no barrier in between. (3072
-// slots take it 7 us; with a barrier, all CTAs together need 11.)
-inline constexpr uint32_t kSlotsOfOneCta = min_of(4096u, kSlotsOfBatch);
+// Up to so many slots one CTA counts and lists them all: it needs no barrier in between.
+inline constexpr uint32_t kSlotsOfOneCta = min_of(kMaxSlotsOfOneCta, kSlotsOfBatch);
 
 // The slots of one CTA: a share, and behind it those of the absent, if it has taken them on.
 struct Slots {
@@ -209,9 +210,8 @@ struct Slots {
   }
 };
 
-// All functions below: all threads of a CTA.
-
 // Counts slots per expert; copies expert ids and weights into the workspace. `batch` is the last.
+// Caller: all threads of a CTA.
 JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, const Slots& slots,
                             RouteBatch& batch) {
   const KernelArgs& args = cta.args;
@@ -254,6 +254,7 @@ JMM_DEVICE void count_slots(const Cta& cta, RouteTable& table, const Slots& slot
 }
 
 // Publishes this rank's counts. Weight loaders of all ranks wait for them.
+// Caller: all threads of the leader.
 template <class Count>
 JMM_DEVICE void publish_counts(const Cta& cta, const Count& count) {
 #pragma unroll 1
@@ -265,8 +266,9 @@ JMM_DEVICE void publish_counts(const Cta& cta, const Count& count) {
   }
 }
 
-// At each owner this rank's rows stand packed, local expert after local expert: adds each expert's
-// start to table.next. count(e): of the whole rank. A warp for an owner.
+// At each owner this rank's rows are packed, local expert after local expert. This adds each
+// expert's start to table.next. count(e) is that of the whole rank; each owner has a warp.
+// Caller: all threads of a CTA.
 template <class Count>
 JMM_DEVICE void add_list_starts(RouteTable& table, const Count& count) {
   const uint32_t lane = threadIdx.x % 32;
@@ -295,6 +297,7 @@ JMM_DEVICE void list_slot(const Cta& cta, int32_t expert, uint32_t place, uint32
 }
 // Writes slots into the owners' lists; within an expert in the order in which threads get there: no
 // result depends on it. `batch` is count_slots' last.
+// Caller: all threads of a CTA.
 JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, const Slots& slots,
                            const RouteBatch& batch) {
   if (slots.count <= kSlotsOfBatch) {
@@ -317,15 +320,17 @@ JMM_DEVICE void list_slots(const Cta& cta, RouteTable& table, const Slots& slots
   }
 }
 
-// One thread of the leader. `all`: its table holds all slots, else all CTAs have told theirs.
+// Reports expert ids out of range. `all` says that the leader's table holds all slots; otherwise
+// all CTAs have told what they found.
+// Caller: one thread of the leader.
 JMM_DEVICE void report_out_of_range(const Cta& cta, const RouteTable& table, bool all) {
-  volatile uint32_t* flags = cta.args.abort_flag;
+  volatile uint32_t* control = cta.args.rank_control;
   uint32_t count = table.out_of_range, first_slot = table.first_out_of_range;
   if (!all) {
-    count = flags[kOutOfRangeCount];
-    first_slot = ~flags[kOutOfRangeFirst];
-    flags[kOutOfRangeCount] = 0;
-    flags[kOutOfRangeFirst] = 0;
+    count = control[kOutOfRangeCount];
+    first_slot = ~control[kOutOfRangeFirst];
+    control[kOutOfRangeCount] = 0;
+    control[kOutOfRangeFirst] = 0;
   }
   cta.args.status[kStatusOutOfRange] = static_cast<int32_t>(count);
   if (!cta.args.checked || count == 0) return;
@@ -339,8 +344,10 @@ JMM_DEVICE void report_out_of_range(const Cta& cta, const RouteTable& table, boo
 //
 // Few slots: the leader routes, the others quantise. Many slots: every CTA routes its share, the
 // leader also those of the absent; places are reserved by atomic adds, and quantising hides the
-// barrier that has to come before the lists. What the absent would have quantised comes last, by
-// who knows of it. All in one sequence: a call begins with cold instruction caches.
+// barrier that has to come before the lists. What the absent would have quantised comes last, done
+// by those who know of it. All of it is one sequence, because a call begins with cold instruction
+// caches.
+// Caller: all threads of a CTA.
 JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
   RouteTable& table = *static_cast<RouteTable*>(shared);
   const uint32_t num_slots = tokens * kTopK, warp = threadIdx.x / 32;
@@ -376,8 +383,8 @@ JMM_DEVICE void prologue(const Cta& cta, uint32_t tokens, void* shared) {
         table.next[e] = count == 0 ? 0 : static_cast<uint32_t>(atomicAdd(&totals[e], count));
       }
       if (threadIdx.x == 0 && table.out_of_range != 0) {
-        atomicAdd(cta.args.abort_flag + kOutOfRangeCount, table.out_of_range);
-        atomicMax(cta.args.abort_flag + kOutOfRangeFirst, ~table.first_out_of_range);
+        atomicAdd(cta.args.rank_control + kOutOfRangeCount, table.out_of_range);
+        atomicMax(cta.args.rank_control + kOutOfRangeFirst, ~table.first_out_of_range);
       }
       __syncthreads();
       if (threadIdx.x == 0) arrive_call_barrier(cta);

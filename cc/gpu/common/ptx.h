@@ -35,7 +35,7 @@ JMM_DEVICE uint64_t ld_relaxed_gpu(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
-// Of rows that no other SM writes in this call any more; 16 bytes.
+// Loads 16 bytes of a row that no other SM writes in this call any more.
 JMM_DEVICE uint4 ld_global_v4(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -102,7 +102,7 @@ JMM_DEVICE uint4 ld_shared_v4(uint32_t a) {
                : "r"(a));
   return v;
 }
-// Of a table that never changes: the compiler may move or drop it.
+// Loads from a table that never changes, so the compiler may move or drop it.
 JMM_DEVICE uint2 ld_shared_constant_v2(uint32_t a) {
   uint2 v;
   asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a));
@@ -193,7 +193,7 @@ JMM_DEVICE void mbarrier_wait_parity_bounded(uint32_t bar, uint32_t parity, uint
 JMM_DEVICE void named_barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// The same for all of them: whether any one's `value` is true.
+// Does the same, and tells all of the threads whether any one's `value` is true.
 JMM_DEVICE bool named_barrier_or(uint32_t id, uint32_t threads, bool value) {
   uint32_t any;
   asm volatile(
@@ -205,9 +205,6 @@ JMM_DEVICE bool named_barrier_or(uint32_t id, uint32_t threads, bool value) {
       : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
       : "memory");
   return any != 0;
-}
-JMM_DEVICE void named_barrier_arrive(uint32_t id, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- bulk copy ----

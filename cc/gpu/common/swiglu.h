@@ -59,6 +59,7 @@ JMM_DEVICE float scaled_or_nan(float v, float reciprocal) {
 
 // One step of the reduction below: a lane keeps one half of its packs and gives the other half
 // away.
+// Caller: one warp.
 template <uint32_t kHalf, uint32_t kDistance, uint32_t kPacks>
 JMM_DEVICE uint32_t halve_packs(uint32_t (&pack)[kPacks], uint32_t lane) {
   const bool upper = (lane & kDistance) != 0;
@@ -74,6 +75,7 @@ JMM_DEVICE uint32_t halve_packs(uint32_t (&pack)[kPacks], uint32_t lane) {
 // Maximum of 16-bit halves over the eight lanes that share q. On entry pack[c] belongs to token
 // pair 4c + q; on return the lane holds those of c = first ... first + max(kPacks / 8, 1) - 1, or,
 // of fewer than eight packs, all.
+// Caller: one warp.
 template <uint32_t kPacks>
 JMM_DEVICE uint32_t reduce_over_rows(uint32_t (&pack)[kPacks], uint32_t lane) {
   if constexpr (kPacks < 8) {

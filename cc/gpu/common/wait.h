@@ -9,7 +9,8 @@ namespace jax_megamoe::gpu {
 // Everything here is inlined: a function call while products are in flight would make the compiler
 // wait for them first, and call frames do not go with setmaxnreg.
 
-// Waits until load() has reached `wanted`. One thread. False: the call is aborted.
+// Waits until load() has reached `wanted`. False: the call is aborted.
+// Caller: one thread.
 template <class Load>
 JMM_DEVICE bool wait_slow(const Cta& cta, uint32_t region, uint64_t index, uint64_t wanted,
                           uint64_t timeout_ns, const Load& load) {
@@ -36,7 +37,8 @@ struct LoadSys64 {
 };
 
 // Waits until element `index` of this rank's region R reaches `wanted`; acquires what its writer
-// released. One thread.
+// released.
+// Caller: one thread.
 template <Region R, class Load>
 JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted,
                               uint64_t timeout_ns) {
@@ -44,14 +46,16 @@ JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted,
   if (reached(load(), wanted)) return true;
   return wait_slow(cta, static_cast<uint32_t>(R), index, wanted, timeout_ns, load);
 }
+// Caller: one thread.
 template <Region R, class Load>
 JMM_DEVICE bool wait_at_least(const Cta& cta, uint64_t index, uint64_t wanted) {
   return wait_at_least<R, Load>(cta, index, wanted, cta.args.timeout_ns);
 }
 
-// Waits for a phase of an mbarrier. Any number of threads. After an abort it returns at once, so
+// Waits for a phase of an mbarrier. After an abort it returns at once, so
 // that loops run to their end on whatever the stages hold. A quarter more time than for counters in
 // memory: those are nearer to the cause. The weight loader reports what timed out here.
+// Caller: any number of threads.
 JMM_DEVICE void mbarrier_wait(const Cta& cta, uint32_t bar, uint32_t parity) {
   mbarrier_wait_parity_bounded(bar, parity, shared_address(&cta.control->failed),
                                cta.args.timeout_ns + cta.args.timeout_ns / 4);
@@ -60,6 +64,7 @@ JMM_DEVICE void mbarrier_wait(const Cta& cta, uint32_t bar, uint32_t parity) {
 // loader always ends with an item that says so, and the others always take it. False would be a bug
 // of these files; the role leaves. (A trap here would take half of the math registers: with it, the
 // compiler no longer uses what setmaxnreg adds.)
+// Caller: any number of threads.
 JMM_DEVICE bool mbarrier_wait_for_role(const Cta& cta, uint32_t bar, uint32_t parity) {
   mbarrier_wait_parity_bounded(bar, parity, shared_address(&cta.control->role_failed),
                                2 * cta.args.timeout_ns + 1000000000);

@@ -1,6 +1,7 @@
 // kernel_args.h: what the host passes to the kernel, and what the kernel reports. Host and device.
 #pragma once
 
+#include "gpu/interface/rank_control.h"
 #include "gpu/interface/roles.h"
 #include "protocol/activation.h"
 #include "protocol/shape.h"
@@ -33,18 +34,6 @@ struct FailureRecord {
 };
 inline constexpr uint32_t kSharedBarrier = 0xFFFFFFFFu;
 
-// Words of abort_flag. Word 0 holds the bits below; word 1 counts deliberate faults that were
-// served; the others collect what CTAs find out about expert ids, the first such slot as its
-// complement.
-inline constexpr uint32_t kServedFaults = 1, kOutOfRangeCount = 2, kOutOfRangeFirst = 3;
-// Then who takes part: how many CTAs have checked in, and how many of them did so in time, a uint64
-// in the form of a published count.
-inline constexpr uint32_t kCheckIn = 4, kParticipants = 6;
-inline constexpr uint32_t kCheckInClosed = 1u << 31;  // a bit of kCheckIn
-inline constexpr uint32_t kFailed = 1;  // a record was written: y becomes NaN, the protocol goes on
-inline constexpr uint32_t kAborted = 2;  // a wait timed out: every role leaves
-inline constexpr uint32_t kAbortWords = 16;
-
 enum StatusWord : uint32_t {
   kStatusOutOfRange = 0,
   kStatusReceivedRows,
@@ -71,7 +60,7 @@ struct KernelArgs {
   int32_t* received;  // [E/R]
   int32_t* status;    // StatusWord
 
-  uint32_t* abort_flag;    // kAbortWords words of device memory of this rank, all zero at launch
+  uint32_t* rank_control;  // in this rank's own device memory
   FailureRecord* failure;  // host memory, mapped
   void* scratch;           // kScratchBytesPerCta * num_ctas, this rank's own device memory
   void* trace;             // null without JMM_TRACE
@@ -96,7 +85,8 @@ struct KernelArgs {
 
 inline constexpr float kLog2E = 1.44269504088896340736f;
 
-// The kernel multiplies by reciprocals. Host only.
+// Fills in what activations are computed with; the kernel multiplies by reciprocals. The host calls
+// it, and so do tests of the arithmetic on a device.
 JMM_HD void set_activation_params(KernelArgs& args, const ActivationParams& params) {
   args.swiglu_limit = params.limit;
   args.gpt_oss_power = -params.alpha * kLog2E;

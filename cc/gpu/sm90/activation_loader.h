@@ -26,7 +26,8 @@ struct TokenUnit {
 };
 
 // Fills the stages of one item with tokens and, where scales change along K, with the ratios of
-// consecutive scales. One warp; its writes are visible with the stage.
+// consecutive scales. What it writes is visible with the stage.
+// Caller: one warp.
 template <class P>
 JMM_DEVICE void load_acts(const Cta& cta, const Item& item, uint32_t item_slot, StageCursor& at,
                           const uint8_t* acts, const uint8_t* scales) {
@@ -94,7 +95,8 @@ JMM_DEVICE void load_acts(const Cta& cta, const Item& item, uint32_t item_slot, 
 }
 
 #if JMM_BIAS
-// Biases of an item's weight rows, a multiple of 4 of them. One warp.
+// Biases of an item's weight rows, a multiple of 4 of them.
+// Caller: one warp.
 JMM_DEVICE void load_bias(const Cta& cta, uint32_t item_slot, const float* from, uint32_t rows) {
   for (uint32_t row = threadIdx.x % 32 * 4; row < rows; row += 128) {
     *reinterpret_cast<float4*>(cta.control->row_bias[item_slot] + row) =
@@ -103,8 +105,9 @@ JMM_DEVICE void load_bias(const Cta& cta, uint32_t item_slot, const float* from,
 }
 #endif
 
-// What the epilogue needs, so that math does not wait for memory there. One warp; its writes are
+// What the epilogue needs, so that math does not wait for memory there. What it writes is
 // visible with the item's first stage.
+// Caller: one warp.
 JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t item_slot) {
   const uint32_t lane = threadIdx.x % 32;
   void* local = cta.local();
@@ -166,7 +169,8 @@ JMM_DEVICE void load_header(const Cta& cta, const Item& item, uint32_t item_slot
 }
 
 // Waits for an item's rows. It also waits until SwiGLU may write into the slot, so that math never
-// has to. One thread.
+// has to.
+// Caller: one thread.
 JMM_DEVICE bool wait_for_rows(const Cta& cta, const Item& item) {
   Trace trace(cta, kActivationLane, TraceName::kWaitRows, true, item.pool_block);
   if (item.kind == ItemKind::kLinear1) {
@@ -179,7 +183,8 @@ JMM_DEVICE bool wait_for_rows(const Cta& cta, const Item& item) {
       cta, item.ring_slot, l2_arrival_target(shape_of_kernel(), item.lap));
 }
 
-// One warp.
+// The activation loader's role.
+// Caller: one warp.
 JMM_DEVICE void activation_role(const Cta& cta) {
   const uint32_t lane = threadIdx.x % 32;
   void* local = cta.local();

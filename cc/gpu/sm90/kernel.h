@@ -14,12 +14,13 @@
 
 namespace jax_megamoe::gpu {
 
+// Caller: all threads of a CTA.
 JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
   uint64_t epoch = 0;
   uint32_t ticket = 0;
   if (threadIdx.x == 0) {  // on their way while the rest is done
     epoch = ld_relaxed_gpu(region<Region::call_epoch>(args.peer_buffer[args.rank]));
-    if (blockIdx.x != 0) ticket = 1 + atom_add_relaxed_gpu(args.abort_flag + kCheckIn, 1);
+    if (blockIdx.x != 0) ticket = 1 + atom_add_relaxed_gpu(args.rank_control + kCheckIn, 1);
   }
   fill_widen_table(control.widen_table, threadIdx.x);
   if (threadIdx.x != 0) return;
@@ -42,6 +43,7 @@ JMM_DEVICE void initialise(const KernelArgs& args, SharedControl& control) {
   control.ticket = ticket;
 }
 
+// Caller: all threads of a CTA.
 JMM_DEVICE void check_rank(const Cta& cta) {
   const KernelArgs& args = cta.args;
   if (!cta.leads() || threadIdx.x != 0 || args.ep_rank == nullptr) return;
@@ -51,6 +53,7 @@ JMM_DEVICE void check_rank(const Cta& cta) {
                  static_cast<uint64_t>(int64_t{given}));
 }
 
+// Caller: all producer threads of a CTA.
 JMM_DEVICE void producers(Cta& cta) {
   const uint32_t thread = threadIdx.x - kMathThreads, warp = thread / 32;
   cta.role = Role::kWeightLoader;
@@ -86,6 +89,7 @@ struct RunItem {
   }
 };
 
+// Caller: all math threads of a CTA.
 JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
   cta.role = Role::kMath;
   Consumer consumer = {cta, {}, threadIdx.x / 128, threadIdx.x % 128 / 32, threadIdx.x % 32};
@@ -97,8 +101,8 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
     const ItemKind kind = cta.control->items[item_slot].kind;
     if (kind == ItemKind::kAbort) return fill_with_nan(cta);
     if (kind == ItemKind::kEnd) break;
-    // Or else the compiler would compute addresses of all kinds of items before the first one, and
-    // keep them on the stack.
+    // Without this the compiler would compute addresses of all kinds of items before the first one,
+    // and keep them on the stack.
     asm volatile("" : "+r"(consumer.warpgroup), "+r"(consumer.warp), "+r"(consumer.lane));
     with_columns(cta.control->items[item_slot].valid_m, RunItem{consumer, item_slot, kind});
     __syncwarp();
@@ -123,7 +127,7 @@ JMM_DEVICE void math(Cta& cta, uint32_t tokens) {
     }
     named_barrier_sync(kBarrierMath, kMathThreads);
   }
-  if (gave_up(cta) || ld_relaxed_gpu(cta.args.abort_flag) != 0) return fill_with_nan(cta);
+  if (gave_up(cta) || ld_relaxed_gpu(cta.args.rank_control) != 0) return fill_with_nan(cta);
   Trace trace(cta, 0, TraceName::kCombine, threadIdx.x == 0);
   combine.run();
   clear_counters(cta);

@@ -36,6 +36,7 @@ class Linear1Item {
         item_slot_(item_slot),
         thread_(threadIdx.x) {}
 
+  // Caller: all math threads of a CTA.
   JMM_DEVICE void run() {
     uint32_t running = 0;  // largest exponents of this thread's token pair, over passes
 #pragma unroll 1
@@ -74,6 +75,7 @@ class Linear1Item {
   }
 
  private:
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void sync_warpgroup() const {
     named_barrier_sync(barrier_of_warpgroup(math_.warpgroup), 128);
   }
@@ -125,6 +127,7 @@ class Linear1Item {
   }
 
   // This warp's largest exponents of row blocks [begin, end) into amax_part.
+  // Caller: one warp.
   JMM_DEVICE void reduce_exponents(const Values& values, uint32_t begin, uint32_t end) const {
     uint32_t pack[kPaddedPacks] = {};
 #pragma unroll
@@ -161,6 +164,7 @@ class Linear1Item {
 
   // ---- one scale per 128 channels: all warpgroups, all passes ----
 
+  // Caller: all math threads of a CTA.
   JMM_DEVICE void finish_fp8(uint32_t pass, const Values& values, uint32_t& running) const {
     reduce_exponents(values, 0, kBlocks);
     named_barrier_sync(kBarrierMath, kMathThreads);
@@ -212,6 +216,7 @@ class Linear1Item {
   // 128 tokens x 32 channels at a time go through shared memory, so that global memory gets 16
   // bytes of a row from a thread. There the codes of two tokens stand together, channel by channel:
   // 64 bytes a pair, whose four 16-byte chunks trade places so that no two lanes meet in a bank.
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void store_codes(uint32_t pass, const Values& values) const {
     constexpr uint32_t kSlab = min_of(N, 128u);
     const uint32_t staging = shared_address(cta_.control->staging[math_.warpgroup]);
@@ -256,6 +261,7 @@ class Linear1Item {
 
   // ---- one scale per 32 channels: a warpgroup's row block, stored as exact BF16 ----
 
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void finish_bf16(const Values& values) const {
 #pragma unroll
     for (uint32_t b = 0; b < kBlocks; ++b) {
@@ -278,6 +284,7 @@ class Linear1Item {
                       v.y * bits_float(0x7F000000u - reciprocal.y));
   }
   // 64 tokens x 32 channels at a time, transposed on the way into shared memory.
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void store_bf16(uint32_t b, const Values& values) const {
     constexpr uint32_t kSlab = min_of(N, 64u);
     static_assert(N % kSlab == 0);

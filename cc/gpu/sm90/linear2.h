@@ -20,6 +20,7 @@ class Linear2Item {
         item_slot_(item_slot),
         thread_(threadIdx.x) {}
 
+  // Caller: all math threads of a CTA.
   JMM_DEVICE void run() {
     float acc[kBlocks][N / 2];
     {
@@ -41,12 +42,14 @@ class Linear2Item {
   }
 
  private:
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void sync_warpgroup() const {
     named_barrier_sync(barrier_of_warpgroup(math_.warpgroup), 128);
   }
 
   // Up to 32 tokens x 64 columns at a time, transposed on the way into shared memory; then eight
   // threads write 128 contiguous bytes of a token's row, to whichever rank it belongs.
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void push(uint32_t first_row, const float (&acc)[N / 2]) const {
     constexpr uint32_t kSlab = N % 32 == 0 ? 32 : min_of(N, 16u);
     const uint8_t* row_scale = cta_.control->row_scale[item_slot_] +

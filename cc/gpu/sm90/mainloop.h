@@ -27,9 +27,11 @@ struct Consumer {
   JMM_DEVICE uint32_t scales(uint32_t stage) const {
     return cta.stages_address + kScaleStagesOffset + stage * kScaleStageBytes;
   }
+  // Caller: all threads of a math warpgroup.
   JMM_DEVICE void wait_full() const {
     mbarrier_wait(cta, shared_address(&cta.control->full[at.index]), at.parity);
   }
+  // Caller: one warp.
   JMM_DEVICE void release(uint32_t stage) const {
     if (kRacecheck || lane == 0) mbarrier_arrive(shared_address(&cta.control->empty[stage]));
   }
@@ -73,6 +75,7 @@ inline constexpr int kWidenExponent = 6;
 // What that leaves for the epilogues; BF16 operands carry their scales whole.
 inline constexpr float kWeightUnit = kBf16 ? 1.0f : 0x1p-6f;
 static_assert(kWidenExponent == 6);
+// Caller: all threads of a CTA.
 JMM_DEVICE void fill_widen_table(uint8_t* table, uint32_t thread) {
   if (thread >= 128) return;
   const uint32_t d = thread / 8, magnitude = thread % 8;
@@ -157,6 +160,7 @@ JMM_DEVICE void rescale(uint32_t ratios, uint32_t lane, float (&acc)[kBlocks][N 
 // scales, which the activation loader has put beside the tokens. Separate partial sums, added up
 // with FFMA, need registers that wide tiles do not have and were a third slower
 // (docs/performance_log.md).
+// Caller: all threads of a math warpgroup.
 template <class P, uint32_t N>
 JMM_DEVICE void multiply(Consumer& math, float (&acc)[P::kRowBlocks][N / 2]) {
   constexpr uint32_t kBlocks = P::kRowBlocks, kHalves = kBf16 ? 2 : 1;
@@ -241,15 +245,13 @@ struct Columns {
 };
 template <class Fn>
 JMM_DEVICE void with_columns(uint32_t valid, const Fn& fn) {
-  // Only where another function pays for itself: below, weights are what takes the time, and all of
-  // them should fit the instruction cache.
-  if constexpr (kBlockM == 256) {
-    if (valid <= 128) return fn(Columns<128>{});
-    if (valid <= 192) return fn(Columns<192>{});
-  } else if constexpr (kBlockM == 128 && !kBf16) {
-    if (valid <= 96) return fn(Columns<96>{});
-  } else if constexpr (kBlockM == 48) {
-    if (valid <= 32) return fn(Columns<32>{});
+  constexpr uint32_t kFirst = narrow_columns(kGranularity, kBlockM, 0);
+  constexpr uint32_t kSecond = narrow_columns(kGranularity, kBlockM, 1);
+  if constexpr (kFirst != 0) {
+    if (valid <= kFirst) return fn(Columns<kFirst>{});
+  }
+  if constexpr (kSecond != 0) {
+    if (valid <= kSecond) return fn(Columns<kSecond>{});
   }
   fn(Columns<kBlockM>{});
 }

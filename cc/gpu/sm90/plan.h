@@ -46,17 +46,17 @@ JMM_HD typename RegionType<R>::T* region(void* base) {
 inline constexpr uint32_t kMathThreads = kTile.math_warpgroups * 128;
 inline constexpr uint32_t kMathWarps = kMathThreads / 32;
 inline constexpr uint32_t kThreads = kTile.num_threads(), kWarps = kThreads / 32;
-// A CTA's registers are those it starts with, 168 x 384 or 96 x 640; setmaxnreg moves them from the
-// producers to the math warpgroups, and blocks for ever if there are not enough.
+// A CTA's registers are those it starts with; setmaxnreg moves them from the producers to the math
+// warpgroups.
 inline constexpr uint32_t kLaunchRegisters = 65536 / kThreads / 8 * 8;
-inline constexpr uint32_t kMathRegisters = kTile.math_warpgroups == 2 ? 224 : 104;
-inline constexpr uint32_t kProducerRegisters = kTile.math_warpgroups == 2 ? 56 : 64;
+inline constexpr uint32_t kMathRegisters = math_registers(kTile);
+inline constexpr uint32_t kProducerRegisters = producer_registers(kTile);
 static_assert(kMathThreads * kMathRegisters + 128 * kProducerRegisters <=
               kThreads * kLaunchRegisters);
-// Warps of the last warpgroup. Two warps pull: with 132 SMs that fills NVLink.
+// Warps of the last warpgroup.
 inline constexpr uint32_t kWeightWarp = first_warp(Role::kWeightLoader);
 inline constexpr uint32_t kActivationWarp = first_warp(Role::kActivationLoader);
-inline constexpr uint32_t kFirstPullWarp = first_warp(Role::kDispatch), kPullWarps = 2;
+inline constexpr uint32_t kFirstPullWarp = first_warp(Role::kDispatch);
 static_assert(kFirstPullWarp + kPullWarps == 4);
 
 // Hardware barriers of a CTA, by number.
@@ -111,8 +111,6 @@ inline constexpr uint32_t kScaleStageBytes = kBf16 ? 0 : kBlockM * 4;
 inline constexpr uint32_t kStageBytes = kActStageBytes + kWeightStageBytes + kScaleStageBytes;
 static_assert(kActStageBytes % 1024 == 0);
 
-inline constexpr uint32_t kMaxStages = 12;
-inline constexpr uint32_t kItemSlots = 2;         // the one in work and the next
 inline constexpr uint32_t kSharedLimit = 232448;  // bytes a CTA may use on sm_90
 
 // What a CTA does next: an item of one of the scheduler's phases, or none any more.

@@ -18,7 +18,7 @@ JMM_DEVICE uint64_t tile_chunk(uint32_t row, uint32_t chunk) {  // chunk: 16 byt
 // Scales of promoted sums: FP32, for each 128 of K one for each row.
 template <class P>
 inline constexpr uint64_t kRingScaleBytes = uint64_t{kBlockM} * kKBlocks<P> * 4;
-// With one scale a row, the scales stand row by row.
+// With one scale a row, the scales are stored row by row.
 
 JMM_DEVICE uint32_t widen_pair_bf16(uint32_t codes, float scale) {
   const float2 v = cvt_f32x2_e4m3x2(codes & 0xFFFF);
@@ -28,6 +28,7 @@ JMM_DEVICE uint32_t widen_pair_bf16(uint32_t codes, float scale) {
 // Scales of a row, on their way while its codes are copied.
 class RowScales {
  public:
+  // Caller: one warp.
   JMM_DEVICE explicit RowScales(const uint8_t* scales) {
 #pragma unroll
     for (uint32_t i = 0; i < kPerLane; ++i) {
@@ -35,6 +36,7 @@ class RowScales {
       if (scale < kScales) bytes_[i] = scales[scale * (kBlockK / kSfGroup)];
     }
   }
+  // Caller: one warp.
   JMM_DEVICE void store(const Cta& cta, uint32_t ring_slot, uint32_t row) const {
     float* to = reinterpret_cast<float*>(region<Region::l1_acts_sf>(cta.local()) +
                                          ring_slot * kBlockBytes) +
@@ -60,12 +62,11 @@ class RowScales {
 };
 
 // Copies codes of one row of x, at `codes` with its scales at `scales`, into row `row` of a ring
-// slot's tile. One warp.
+// slot's tile.
+// Caller: one warp.
 JMM_DEVICE void copy_row(const uint8_t* codes, const uint8_t* scales, uint8_t* tile, uint32_t row) {
   constexpr uint32_t kChunks = kHidden / 16;
-  // Loads of a lane. More do not fit the producers' registers, nor does as much beside the wide
-  // values.
-  constexpr uint32_t kInFlight = kBf16 ? 2 : 4;
+  constexpr uint32_t kInFlight = pull_loads(kGranularity);
 #pragma unroll 1
   for (uint32_t first = threadIdx.x % 32; first < kChunks; first += 32 * kInFlight) {
     uint4 data[kInFlight];

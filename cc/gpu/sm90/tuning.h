@@ -1,4 +1,4 @@
-// tile_config.h: every tuned number of the sm_90a kernel, with its reason. Host and device.
+// tuning.h: every tuned number of the sm_90a kernel, with its reason. Host and device.
 //
 // Weights are the rows of a tile (wgmma's M, in blocks of 64, from registers), tokens its columns
 // (wgmma's N, from shared memory). One tile configuration is compiled for one kernel; the host
@@ -86,6 +86,63 @@ JMM_HD constexpr uint32_t select_tile(Granularity g, const MoeShape& shape, uint
     ++index;
   }
   return index;
+}
+
+// ---- numbers beside the tile ----
+//
+// Versions are those of docs/performance_log.md, on an H200. Where no workload is named, the number
+// follows from a limit of the machine or from an argument, and was not swept.
+
+// Stages of the ring at most: shared memory is the limit of all but the narrowest tiles.
+inline constexpr uint32_t kMaxStages = 12;
+// Items that a CTA holds: the one in work and the next. A CTA that holds more keeps work from a
+// free one: version 4, 2048 tokens, 17 us.
+inline constexpr uint32_t kItemSlots = 2;
+// Stages before an item's last one at which the weight loader takes the next item from the counter,
+// which hides the counter's latency and holds an item no longer than that: version 4, 2048 tokens.
+inline constexpr uint32_t kStagesBeforeNextItem = 3;
+// Registers of a thread after setmaxnreg. A CTA starts with 168 x 384 or 96 x 640; setmaxnreg
+// blocks for ever if the sum is larger. 72 and 216 instead of 56 and 224: 704 instead of 707 us
+// with 2048 tokens (the activation loader's entry after version 9), which is within the noise.
+JMM_HD constexpr uint32_t math_registers(const TileConfig& tile) {
+  return tile.math_warpgroups == 2 ? 224 : 104;
+}
+JMM_HD constexpr uint32_t producer_registers(const TileConfig& tile) {
+  return tile.math_warpgroups == 2 ? 56 : 64;
+}
+// Warps that pull rows: with 132 SMs two of each fill NVLink.
+inline constexpr uint32_t kPullWarps = 2;
+// Loads of 16 bytes that a lane of a pull warp has in flight. Eight FP8 loads spill and were 1 to 5
+// us slower (version 7); four beside the wide BF16 values spill (version 6).
+JMM_HD constexpr uint32_t pull_loads(Granularity g) { return g == Granularity::k32 ? 2 : 4; }
+// Loads of 16 bytes that a lane has in flight in combine: so many rows of a token, and so many
+// parts of 256 columns of each. 6 rows x 4 parts: 0.9 us less at 512 tokens (version 7). Tiles with
+// four math warpgroups have registers for two parts.
+inline constexpr uint32_t kCombineRows = 8;
+JMM_HD constexpr uint32_t combine_parts(const TileConfig& tile) {
+  return tile.math_warpgroups == 2 ? 4 : 2;
+}
+// Routes that a thread loads at once in the prologue, and the number of slots up to which one CTA
+// lists all of them, because it needs no barrier in between: 3072 slots (512 tokens, top-6) took 7
+// us, and 11 with a barrier and all CTAs (version 5).
+inline constexpr uint32_t kRouteBatch = 8;
+inline constexpr uint32_t kMaxSlotsOfOneCta = 4096;
+// Rows that an expert has on average when the first items' weights are brought into the L2 before
+// counts are known. At 3, one expert in twenty is without rows (e^-3). More stages ahead, 8 or 16,
+// were 2 to 4 us slower at every size (after version 6).
+inline constexpr uint32_t kRowsThatMakeItLikely = 3;
+// How long the leader waits for CTAs that have not checked in yet (version 8).
+inline constexpr uint64_t kCheckInGraceNs = 20000;
+
+// Blocks that are not full have functions of their own with fewer columns, up to two for a tile:
+// the first, the second, or 0. A function pays for itself only where tokens and not weights take
+// the time, and all of them should fit the instruction cache. 112 columns beside 96 and 128 cost
+// Pro 63 us at 512 tokens (version 8); 32 beside 48 came with that tile (version 9).
+JMM_HD constexpr uint32_t narrow_columns(Granularity g, uint32_t block_m, uint32_t which) {
+  if (block_m == 256) return which == 0 ? 128 : 192;
+  if (block_m == 128 && g != Granularity::k32) return which == 0 ? 96 : 0;
+  if (block_m == 48) return which == 0 ? 32 : 0;
+  return 0;
 }
 
 // The shape that sizes a rank's buffer: independent of the tile that a call uses.

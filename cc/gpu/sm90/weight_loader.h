@@ -10,10 +10,11 @@
 namespace jax_megamoe::gpu {
 
 // Calls almost_done() a few stages before the last.
+// Caller: one thread.
 template <class P, class AlmostDone>
 JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
                              const uint8_t* weights, const AlmostDone& almost_done) {
-  constexpr uint32_t kEarly = min_of(3u, kKBlocks<P>);
+  constexpr uint32_t kEarly = min_of(kStagesBeforeNextItem, kKBlocks<P>);
   constexpr uint32_t kChunks = P::kRows / kWeightChunkRows;
   for (uint32_t pass = 0; pass < valid_passes<P>(item.n); ++pass) {
     const uint32_t tile = item.n * P::kPasses + pass;
@@ -40,9 +41,9 @@ JMM_DEVICE void load_weights(const Cta& cta, const Item& item, StageCursor& at,
 
 // Before counts are known: if every expert is likely to get rows, item b of the list is tile
 // b % items of expert b / items, and the first stages' weights can be on their way to the L2 while
-// rows are being dispatched. One thread.
+// rows are being dispatched.
+// Caller: one thread.
 JMM_DEVICE void prefetch_first_weights(const Cta& cta, uint32_t tokens) {
-  constexpr uint32_t kRowsThatMakeItLikely = 3;  // e^-3: one expert in twenty is without
   if (uint64_t{tokens} * kTopK * kRanks < uint64_t{kRowsThatMakeItLikely} * kShape.num_experts) {
     return;
   }
@@ -59,6 +60,7 @@ JMM_DEVICE void prefetch_first_weights(const Cta& cta, uint32_t tokens) {
 }
 
 // Hands the next item to the other roles.
+// Caller: one thread.
 JMM_DEVICE void pass_on(const Cta& cta, uint32_t index, const Item& item) {
   const uint32_t item_slot = index % kItemSlots, parity = index / kItemSlots % 2;
   if (!mbarrier_wait_for_role(cta, shared_address(&cta.control->item_empty[item_slot]),
@@ -69,7 +71,8 @@ JMM_DEVICE void pass_on(const Cta& cta, uint32_t index, const Item& item) {
   mbarrier_arrive(shared_address(&cta.control->item_full[item_slot]));
 }
 
-// One thread. Always ends with ItemKind::kEnd or ItemKind::kAbort.
+// The weight loader's role. It always ends with ItemKind::kEnd or ItemKind::kAbort.
+// Caller: one thread.
 JMM_DEVICE void weight_role(const Cta& cta) {
   const SharedControl& control = *cta.control;
   const auto block_start = [&](uint32_t e) { return control.block_start[e]; };
