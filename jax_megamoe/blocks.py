@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_megamoe import _call, reference
 from jax_megamoe.checkpoints import Checkpoint, Progress
-from jax_megamoe.checkpoints.families import entry
+from jax_megamoe.checkpoints.families import FAMILY_OF_NAME
 from jax_megamoe.config import Activation, MegaMoEConfig
 from jax_megamoe.errors import (
     as_array,
@@ -289,9 +289,7 @@ class MoEBlock:
             "max_tokens_per_rank": max_tokens_per_rank,
             **config,
         }
-        options: dict[str, Any] = {}
-        if checkpoint.family == "kimi_k3":
-            options["norm_eps"] = entry(checkpoint.model_config, "rms_norm_eps")
+        options = FAMILY_OF_NAME[checkpoint.family].block_options(checkpoint.model_config)
         return cls(
             MegaMoEConfig(**fields),
             checkpoint.make_router(),

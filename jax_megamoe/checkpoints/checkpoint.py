@@ -19,10 +19,9 @@ import ml_dtypes
 import numpy as np
 
 from jax_megamoe import quantize
-from jax_megamoe.checkpoints.families import (
+from jax_megamoe.checkpoints.families import FAMILIES, FAMILY_OF_NAME, detect_family
+from jax_megamoe.checkpoints.families.record import (
     EXPERT_KEYS,
-    FAMILIES,
-    FAMILY_OF_NAME,
     FP8,
     HIDDEN_KEYS,
     MXFP4,
@@ -34,7 +33,6 @@ from jax_megamoe.checkpoints.families import (
     Format,
     Matrix,
     Stored,
-    detect_family,
     entry,
     spell_dtypes,
 )
