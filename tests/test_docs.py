@@ -339,3 +339,13 @@ def test_jitted_calls_get_columns_where_they_were_timed():
     assert lines[0].endswith("| jitted call us | plain / call |")
     assert {line.count("|") for line in lines} == {12}
     assert lines[2].split(" | ")[-1] == "7.30 |" and lines[2].startswith("| 1 | row | 48.1 |")
+
+
+# The map of the tests ----------------------------------------------------------------------------
+
+
+def test_the_map_of_the_tests_has_every_test():
+    listed = re.findall(r"`((?:cc/tests/)?\w+\.(?:py|cc))`", read("tests/README.md"))
+    there = [path.name for path in (ROOT / "tests").glob("test_*.py")]
+    there += [f"cc/tests/{path.name}" for path in (ROOT / "cc/tests").glob("*_test.cc")]
+    assert sorted(listed) == sorted(there)

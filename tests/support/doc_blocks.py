@@ -55,9 +55,9 @@ class Block:
 
 
 def pages() -> list[str]:
-    """Every page with blocks, relative to the root."""
+    """Every page, relative to the root."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-    for folder in ("docs", "examples", "benchmarks"):
+    for folder in ("docs", "examples", "benchmarks", "tests"):
         paths += sorted((ROOT / folder).rglob("*.md"))
     return [str(path.relative_to(ROOT)) for path in paths]
 
