@@ -349,3 +349,30 @@ def test_the_map_of_the_tests_has_every_test():
     there = [path.name for path in (ROOT / "tests").glob("test_*.py")]
     there += [f"cc/tests/{path.name}" for path in (ROOT / "cc/tests").glob("*_test.cc")]
     assert sorted(listed) == sorted(there)
+
+
+# A call, function by function --------------------------------------------------------------------
+
+FRAMES = re.findall(r"^\| `([\w:.]+)` \| `([\w./]+)` \|", read("docs/a-call.md"), re.MULTILINE)
+
+
+def defines(source: str, function: str) -> bool:
+    """Whether a line declares or defines it; a call or a comment does not."""
+    name = re.escape(function.rpartition(".")[2])
+    python = rf"^ *def {name}\("
+    # A type stands before the name on its line, or the name ends a declaration of a kernel.
+    cpp = rf"^(?!return\b)[a-zA-Z][\w:<>,&* ]* {name}\(|^    {name}\(const "
+    return re.search(f"{python}|{cpp}", source, re.MULTILINE) is not None
+
+
+def test_frames_of_a_call_are_found():
+    rows = [line for line in read("docs/a-call.md").splitlines() if line.startswith("| `")]
+    assert len(FRAMES) == len(rows) > 20
+    assert not defines("  x = linear1(y)\n// linear1(y)\n", "linear1")
+
+
+@pytest.mark.parametrize("function, file", FRAMES)
+def test_functions_of_a_call_are_where_the_page_says(function, file):
+    assert defines(read(file), function)
+    for path in re.findall(r"`((?:cc|jax_megamoe)/[\w./]+)`", read("docs/a-call.md")):
+        assert (ROOT / path).is_file(), path
