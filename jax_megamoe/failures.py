@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Literal
 
@@ -106,7 +108,11 @@ def _tell(text: str) -> None:
 
 def _listen() -> None:
     while (text := native.wait_gpu_report()) is not None:
-        _tell(text)
+        try:
+            _tell(text)
+        except BaseException:  # of a filter or handler of the user's logging
+            traceback.print_exc()
+            print(text, file=sys.stderr)
 
 
 @functools.cache

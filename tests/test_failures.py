@@ -73,6 +73,17 @@ def test_a_function_that_fails_is_logged_and_told_again(report, caplog, on_failu
     assert "first" in caplog.messages[0] and "second" in caplog.messages[1]
 
 
+def test_logging_that_fails_does_not_end_the_thread(report, monkeypatch, capsys):
+    def broken(record):
+        raise ValueError("broken filter")
+
+    monkeypatch.setattr(failures.logger, "filters", [broken])
+    report("first", "second")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("ValueError: broken filter") == 2
+    assert [line for line in lines if line in ("first", "second")] == ["first", "second"]
+
+
 def test_raise_interrupts_the_main_thread(report, caplog, on_failure, monkeypatch):
     monkeypatch.setattr(native, "take_gpu_failures", lambda: ["told"])
     on_failure("raise")
