@@ -28,9 +28,11 @@ from jax_megamoe.errors import (
     MegaMoEError,
     check,
     check_array,
+    check_bool,
     describe,
     narrow_ids,
     refuse,
+    to_int,
 )
 from jax_megamoe.failures import check_failures
 from jax_megamoe.operands import (
@@ -197,15 +199,23 @@ class MegaMoE:
           MegaMoEError: numbers out of range, a closed layer, or a kernel that cannot be compiled.
         """
         self.check_open()
+        bias = check_bool(bias, "bias")
         limit = self.config.max_tokens_per_rank
-        wanted = range(limit + 1) if tokens is None else np.atleast_1d(np.asarray(tokens)).tolist()
-        check(
-            all(type(rows) is int and 0 <= rows <= limit for rows in wanted),
-            "tokens",
-            got=describe(tokens),
-            want=f"ints from 0 to max_tokens_per_rank, {limit}",
-            remedy="they count the tokens of one rank: rows of x over the number of token shards",
-        )
+        if tokens is None:
+            wanted: Sequence[int] = range(limit + 1)
+        else:
+            several = isinstance(tokens, Sequence) or getattr(tokens, "ndim", 0) == 1
+            given: Any = tokens if several else [tokens]
+            numbers = [to_int(number) for number in given]
+            wanted = [number for number in numbers if number is not None and 0 <= number <= limit]
+            check(
+                len(wanted) == len(numbers),
+                "tokens",
+                got=describe(tokens),
+                want=f"ints from 0 to max_tokens_per_rank, {limit}",
+                remedy="they count the tokens of one rank: rows of x over the number of token "
+                "shards",
+            )
         record = _backends.get(self.backend)
         shape = moe_shape(self.config, self.num_ranks, self.backend)
         tiles = record.used_tiles(self.config, shape, wanted)

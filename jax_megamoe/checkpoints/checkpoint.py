@@ -23,7 +23,6 @@ from jax_megamoe.checkpoints.families import FAMILIES, FAMILY_OF_NAME, detect_fa
 from jax_megamoe.checkpoints.families.record import (
     EXPERT_KEYS,
     FP8,
-    HIDDEN_KEYS,
     MXFP4,
     PARTS,
     SHARED_FORMATS,
@@ -148,7 +147,7 @@ class Checkpoint:
         self.tensor_names: tuple[str, ...] = tuple(self._files)
 
         self._num_experts = self._size(*EXPERT_KEYS)
-        self._hidden = self._size(*HIDDEN_KEYS)
+        self._hidden = self._size(*self._family.hidden)
         self._intermediate = self._size(self._family.intermediate)
         check(
             self._hidden % SF_GROUP == 0 and self._intermediate % SF_GROUP == 0,
@@ -496,7 +495,7 @@ class Checkpoint:
                 slots = self._experts.setdefault(int(match["layer"]), {})
                 expert = -1 if self._family.stacked else int(match["expert"])
                 role = self._family.projections[match["projection"]]
-                key = (expert, role, PARTS[match["part"]])
+                key = (expert, role, self._family.parts[match["part"]])
             else:
                 continue
             check(

@@ -54,6 +54,7 @@ FAMILY = Family(
     formats=(MXFP4,),
     activation=_situ,
     make_router=_kimi_k3_router,
+    hidden=("routed_expert_hidden_size", "hidden_size"),
     latent=re.compile(
         r"(?:.+\.)?layers\.(?P<layer>\d+)\.block_sparse_moe\."
         r"routed_expert_(?P<role>down|norm|up)(?:_proj)?\.weight"

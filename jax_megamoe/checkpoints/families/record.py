@@ -13,7 +13,6 @@ from jax_megamoe.errors import check, refuse
 __all__ = [
     "EXPERT_KEYS",
     "FP8",
-    "HIDDEN_KEYS",
     "MXFP4",
     "PARTS",
     "PROJ",
@@ -111,6 +110,8 @@ class Family:
     formats: what the experts may be stored in.
     activation: config.json -> what `Checkpoint.activation` is.
     make_router: config.json -> its router.
+    parts: group part of an expert's tensor -> "values", "scales" or "bias".
+    hidden: keys of the width of an expert's input and output in config.json, the best first.
     intermediate: key of the width of an expert in config.json.
     latent: matches a tensor between the block's width and the experts', with groups layer and role.
     untyped: whether a config.json without model_type is of this family.
@@ -126,6 +127,8 @@ class Family:
     formats: tuple[Format, ...]
     activation: Callable[[dict[str, Any]], dict[str, Any]]
     make_router: Callable[[dict[str, Any]], routers.Router]
+    parts: dict[str, str] = dataclasses.field(default_factory=lambda: PARTS)
+    hidden: tuple[str, ...] = ("hidden_size",)
     intermediate: str = "moe_intermediate_size"
     latent: re.Pattern[str] | None = None
     untyped: Callable[[dict[str, Any]], bool] = _never
@@ -150,19 +153,12 @@ def block_names(
 
 
 # Group part -> what it holds.
-PARTS = {
+PARTS: dict[str, str] = {
     "weight": "values",
     "weight_packed": "values",
     "scale": "scales",
     "weight_scale": "scales",
     "weight_scale_inv": "scales",  # a factor, in spite of its name
-    # gpt-oss
-    "": "values",
-    "_blocks": "values",
-    ".blocks": "values",
-    "_scales": "scales",
-    ".scales": "scales",
-    "_bias": "bias",
 }
 W123 = {"w1": "gate", "w3": "up", "w2": "down"}
 PROJ = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -175,7 +171,6 @@ EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
 #: How many shared experts; they are one matrix, so many times as wide.
 SHARED_KEYS = ("n_shared_experts", "num_shared_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-HIDDEN_KEYS = ("routed_expert_hidden_size", "hidden_size")  # Kimi-K3's experts work on a latent
 
 
 def entry(model: dict[str, Any], *keys: str) -> Any:
