@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 import jax_megamoe as jmm
+from jax_megamoe._nvrtc import nvrtc_path
 
 jmm.use_virtual_cpu_devices(8)
 
@@ -53,3 +54,11 @@ def on_failure():
     before = jmm.on_failure("log")
     yield jmm.on_failure
     jmm.on_failure(before)
+
+
+@pytest.fixture
+def nvrtc() -> str:
+    """Path of NVRTC, which compiles kernels without a GPU."""
+    if not nvrtc_path():
+        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+    return nvrtc_path()

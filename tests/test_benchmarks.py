@@ -15,8 +15,6 @@ from jax_megamoe.devtools.gpu_harness import GpuRanks
 from jax_megamoe.devtools.gpu_measure import Model
 
 FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks"
-if not FOLDER.is_dir():
-    pytest.skip("no benchmarks/ beside the tests", allow_module_level=True)
 MODEL = Model(hidden=256, intermediate=128, local_experts=4, top_k=2)
 
 

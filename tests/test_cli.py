@@ -14,7 +14,6 @@ import pytest
 
 from jax_megamoe import _headers, symmetric
 from jax_megamoe._ffi import native
-from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.cli import bench, build_parser, compile, demo, info, main, shared
 from jax_megamoe.config import ACTIVATIONS, MegaMoEConfig, swiglu
 
@@ -249,9 +248,7 @@ def test_compile_refuses_blackwell(capsys):
     assert output.out == "" and "got sm_100a" in output.err and "sm_90a" in output.err
 
 
-def test_compile_one_kernel(monkeypatch, tmp_path, capsys):
-    if not nvrtc_path():
-        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
+def test_compile_one_kernel(nvrtc, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAX_MEGAMOE_CACHE_DIR", str(tmp_path))
     shape = ("--preset", "flash", "--tokens", "1024", "--granularity", "128", "--tile", "0")
     command = ["compile", "--arch", "sm_90a", *shape]
@@ -272,10 +269,8 @@ def test_compile_one_kernel(monkeypatch, tmp_path, capsys):
     assert table(again.stdout)["128"][-1] == "read"
 
 
-def test_compile_in_several_processes(monkeypatch, tmp_path, capsys):
+def test_compile_in_several_processes(nvrtc, monkeypatch, tmp_path, capsys):
     """Three kernels that do not compile: the command fails, with the compiler's words."""
-    if not nvrtc_path():
-        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
     (tmp_path / "gpu" / "sm90").mkdir(parents=True)
     (tmp_path / "gpu" / "sm90" / "kernel.h").write_text("#error no kernel here")
     monkeypatch.setattr(_headers, "include_dir", lambda: tmp_path)

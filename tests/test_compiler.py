@@ -28,10 +28,6 @@ assert native.compile_kernel(sys.argv[1], sys.argv[2:], nvrtc_path()) == (cubin,
 print(len(cubin), cache)
 """
 
-needs_nvrtc = pytest.mark.skipif(
-    nvrtc_path() == "", reason="NVRTC is not installed: pip install '.[dev]'"
-)
-
 
 @pytest.fixture
 def headers(tmp_path):
@@ -60,7 +56,7 @@ def compile_in_process(headers, cache, **environment):
     return int(size), cache_use
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 def test_cache_entries_are_reused_and_broken_ones_are_not(headers, tmp_path):
     cache = tmp_path / "deep" / "cache"
     size, cache_use = compile_in_process(headers, cache)
@@ -81,7 +77,7 @@ def test_cache_entries_are_reused_and_broken_ones_are_not(headers, tmp_path):
     assert list(cache.iterdir()) == [entry]  # no temporary files are left
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 def test_a_changed_header_or_option_is_another_entry(headers, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     compile_in_process(headers, cache)
@@ -96,7 +92,7 @@ def test_a_changed_header_or_option_is_another_entry(headers, tmp_path, monkeypa
     assert len(list(cache.iterdir())) == 3
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 def test_processes_that_compile_the_same_kernel_at_once(headers, tmp_path):
     cache = tmp_path / "cache"
     processes = [start(headers, cache) for _ in range(4)]
@@ -106,7 +102,7 @@ def test_processes_that_compile_the_same_kernel_at_once(headers, tmp_path):
     assert len(list(cache.iterdir())) == 1
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 def test_without_a_place_for_the_cache(headers, tmp_path):
     occupied = tmp_path / "file"
     occupied.write_text("not a directory")
@@ -118,7 +114,7 @@ def test_without_a_place_for_the_cache(headers, tmp_path):
     assert not (tmp_path / "home").exists() and len(list((tmp_path / "chosen").iterdir())) == 1
 
 
-@needs_nvrtc
+@pytest.mark.usefixtures("nvrtc")
 def test_errors_carry_the_log_and_threads_may_compile(headers):
     (headers / "gpu" / "sm90" / "kernel.h").write_text("this is not a kernel\n")
     with pytest.raises(
@@ -144,9 +140,8 @@ def test_errors_carry_the_log_and_threads_may_compile(headers):
     assert len(set(cubins.values())) == 4
 
 
+@pytest.mark.usefixtures("nvrtc")
 def test_missing_headers_are_named(tmp_path):
-    if nvrtc_path() == "":
-        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
     with pytest.raises(RuntimeError, match=r"got no headers below .*; expected gpu/ and protocol/"):
         native.compile_kernel(str(tmp_path), OPTIONS, nvrtc_path())
 

@@ -11,7 +11,6 @@ import pytest
 
 from jax_megamoe import _headers
 from jax_megamoe._ffi import native
-from jax_megamoe._nvrtc import nvrtc_path
 from jax_megamoe.cli import cubin
 from jax_megamoe.errors import MegaMoEError
 
@@ -63,12 +62,6 @@ extern "C" __global__ void use_everything(MoeShape shape, const uint32_t* rows, 
 """
 
 
-def find_nvrtc():
-    if not nvrtc_path():
-        pytest.skip("NVRTC is not installed: pip install '.[dev]'")
-    return ctypes.CDLL(nvrtc_path())
-
-
 def compile_to(kind, nvrtc, source, options):
     """(PTX or CUBIN bytes, log)."""
     program = ctypes.c_void_p()
@@ -87,10 +80,10 @@ def compile_to(kind, nvrtc, source, options):
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_protocol_compiles_for(arch):
+def test_protocol_compiles_for(nvrtc, arch):
     compute = arch.replace("sm_", "compute_")
     options = [f"--gpu-architecture={compute}", "-std=c++20", f"-I{HEADERS}"]
-    ptx = compile_to("PTX", find_nvrtc(), SOURCE, options)[0].decode()
+    ptx = compile_to("PTX", ctypes.CDLL(nvrtc), SOURCE, options)[0].decode()
     assert re.search(rf"\.target {arch}", ptx) and "use_everything" in ptx
 
 
@@ -237,15 +230,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) needy(float* p, int n) {
 PLAIN_SOURCE = 'extern "C" __global__ void plain(float* p) { p[threadIdx.x] = 1; }'
 
 
-def test_needs_of_machine_code_are_those_of_the_log():
-    nvrtc = find_nvrtc()
+def test_needs_of_machine_code_are_those_of_the_log(nvrtc):
+    library = ctypes.CDLL(nvrtc)
     options = ["--gpu-architecture=sm_90a", "--ptxas-options=-v"]
-    code, log = compile_to("CUBIN", nvrtc, NEEDY_SOURCE, options)
+    code, log = compile_to("CUBIN", library, NEEDY_SOURCE, options)
     needs = cubin.read_needs(code, ("some_word", "cleared_word", "no_such_word"))
     assert needs.registers == int(re.search(r"Used (\d+) registers", log)[1])
     assert needs.local_bytes == int(re.search(r"(\d+) bytes stack frame", log)[1]) >= 256
     assert needs.words == {"some_word": 123456789}
-    plain, log = compile_to("CUBIN", nvrtc, PLAIN_SOURCE, options)
+    plain, log = compile_to("CUBIN", library, PLAIN_SOURCE, options)
     assert cubin.read_needs(plain).local_bytes == 0
     assert cubin.read_needs(plain).registers == int(re.search(r"Used (\d+) registers", log)[1])
 

@@ -18,7 +18,6 @@ from jax.sharding import AbstractMesh
 import jax_megamoe as jmm
 from jax_megamoe import failures
 from jax_megamoe._ffi import native
-from jax_megamoe._nvrtc import nvrtc_path
 from moe_case import Case, mesh_of
 
 CONFIG = jmm.MegaMoEConfig(4, 2, 128, 128, 16)
@@ -146,13 +145,21 @@ def test_warm_up_on_cpu_compiles_nothing():
         assert layer.warm_up() == layer.warm_up(3) == layer.warm_up([0, 16], bias=True) == 0
 
 
-@pytest.mark.parametrize("tokens", [-1, 17, [1, 17], 1.0, "all", True, [None]])
+@pytest.mark.parametrize("tokens", [-1, 17, [1, 17], 1.0, "all", True, [None], [1, [2]], {1}])
 def test_warm_up_refuses_other_numbers(tokens):
     with (
         jmm.MegaMoE(CONFIG, mesh_of(1)) as layer,
         pytest.raises(jmm.MegaMoEError, match=r"tokens: got .*; expected ints from 0 to .* 16"),
     ):
         layer.warm_up(tokens)
+
+
+@pytest.mark.parametrize("tokens", [np.int32(3), np.arange(4), (3, np.int64(4)), []])
+def test_warm_up_takes_whole_numbers_of_any_kind(tokens):
+    with jmm.MegaMoE(CONFIG, mesh_of(1)) as layer:
+        assert layer.warm_up(tokens) == 0
+        with pytest.raises(jmm.MegaMoEError, match="bias: got 1, an int"):
+            layer.warm_up(tokens, bias=1)
 
 
 def test_warm_up_of_a_closed_layer_is_refused():
@@ -162,7 +169,7 @@ def test_warm_up_of_a_closed_layer_is_refused():
         layer.warm_up()
 
 
-@pytest.mark.skipif(not nvrtc_path(), reason="needs NVRTC: pip install '.[dev]'")
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("bias", [False, True])
 def test_warm_up_without_a_gpu_fills_the_cache(tmp_path, monkeypatch, bias):
     monkeypatch.setenv("JAX_MEGAMOE_CACHE_DIR", str(tmp_path))
@@ -182,7 +189,6 @@ def test_warm_up_without_a_gpu_fills_the_cache(tmp_path, monkeypatch, bias):
     assert warm_up(np.int32(1)) == 1 and read == ["written", "read"]
 
 
-@pytest.mark.skipif(not nvrtc_path(), reason="needs NVRTC: pip install '.[dev]'")
 def test_warm_up_says_why_a_kernel_cannot_be_compiled(monkeypatch):
     def fail(*_):
         raise RuntimeError("jax_megamoe: no")

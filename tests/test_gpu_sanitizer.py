@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +38,7 @@ def sanitize(tool, granularity, tile):
     program = shutil.which("compute-sanitizer")
     if program is None:
         pytest.skip("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit")
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join(sys.path)
     arguments = (str(granularity), str(tile), tool)
     result = subprocess.run(
         [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CALL, *arguments],
