@@ -241,7 +241,7 @@ class CpuBackend(Backend):
     @property
     def nothing_to_compile(self):
         return (
-            "nothing to compile. The native module holds AVX-512, AVX2 and portable loops and "
+            "nothing to compile. The native module holds loops for several instruction sets and "
             "picks among them when it runs."
         )
 

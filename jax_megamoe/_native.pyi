@@ -170,14 +170,14 @@ def gpu_weight_chunk_bytes(granularity: int) -> int:
 
 class GpuRanks:
     """
-    Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.
+    Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.devtools.gpu_harness for NumPy arrays.
     """
 
     def __init__(self, layout: MoeShape, granularity: int, devices: Sequence[int], ctas_per_rank: int, include_dir: str, nvrtc_path: str, build: int) -> None: ...
 
     def num_ctas(self, rank: int) -> int: ...
 
-    def set_weights(self, rank: int, w13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w13_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2_base: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], b13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, b2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None) -> None:
+    def set_weights(self, rank: int, w13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w13_row_scale: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], w2_row_scale: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], b13: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, b2: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None) -> None:
         """This rank's E/R experts in the GPU layout."""
 
     def set_inputs(self, rank: int, num_rows: int, x: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], x_sf: Annotated[NDArray, dict(order='C', device='cpu', writable=False)] | None, topk_idx: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray, dict(order='C', device='cpu', writable=False)], num_tokens: int | None) -> None:

@@ -1,9 +1,4 @@
 """`jax_megamoe.devtools.gpu_harness` under its old name, for programs that import it from here."""
 
-from jax_megamoe.devtools.gpu_harness import (
-    TRACE_DTYPE,
-    GpuRanks,
-    Outputs,
-)
-
-__all__ = ["TRACE_DTYPE", "GpuRanks", "Outputs"]
+from jax_megamoe.devtools.gpu_harness import *  # noqa: F403
+from jax_megamoe.devtools.gpu_harness import __all__ as __all__

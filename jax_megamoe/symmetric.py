@@ -26,7 +26,6 @@ __all__ = [
     "activation_params",
     "buffer_bytes",
     "buffer_regions",
-    "compile_to_cache",
     "granularity_number",
     "moe_shape",
     "plan_buffer",
@@ -311,11 +310,6 @@ def plan_buffer(
     groups = ordinals.reshape(-1, ordinals.shape[-1]).tolist()
     shape = moe_shape(config, len(groups[0]), backend)
     return backend, _buffer_key(shape, groups, _backends.get(backend).key_parts(config))
-
-
-def compile_to_cache(config: MegaMoEConfig, shape: native.MoeShape, tile: int, bias: bool) -> None:
-    """`Backend.compile_to_cache` of sm_90a, for programs that know this function."""
-    _backends.SM_90A.compile_to_cache(config, shape, tile, bias)
 
 
 def _buffer_key(shape: native.MoeShape, groups: list[list[int]], kind: list[Any]) -> str:

@@ -101,8 +101,8 @@ GpuRanks::~GpuRanks() {
     gate_.leak();
     for (Rank& rank : ranks_) {
       for (DeviceMemory* memory :
-           {&rank.w13, &rank.w13_base, &rank.w2, &rank.w2_base, &rank.b13, &rank.b2, &rank.x,
-            &rank.x_sf, &rank.topk_idx, &rank.topk_weights, &rank.num_tokens, &rank.y,
+           {&rank.w13, &rank.w13_row_scale, &rank.w2, &rank.w2_row_scale, &rank.b13, &rank.b2,
+            &rank.x, &rank.x_sf, &rank.topk_idx, &rank.topk_weights, &rank.num_tokens, &rank.y,
             &rank.received, &rank.status}) {
         memory->leak();
       }
@@ -130,16 +130,16 @@ void GpuRanks::require(uint32_t rank) const {
   }
 }
 
-void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostArray w2,
-                           HostArray w2_base, HostArray b13, HostArray b2) {
+void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_row_scale, HostArray w2,
+                           HostArray w2_row_scale, HostArray b13, HostArray b2) {
   require(r);
   const uint64_t e = shape_.num_local_experts(), h = shape_.hidden, i = shape_.intermediate;
   const uint64_t chunk = gpu::weight_chunk_bytes(granularity_);
   const uint64_t area = gpu::kWeightChunkRows * gpu::kBlockK;
   require_bytes(w13, e * (2 * i * h / area) * chunk, "w13");
-  require_bytes(w13_base, e * 2 * i, "w13_base");
+  require_bytes(w13_row_scale, e * 2 * i, "w13_row_scale");
   require_bytes(w2, e * (h * i / area) * chunk, "w2");
-  require_bytes(w2_base, e * h, "w2_base");
+  require_bytes(w2_row_scale, e * h, "w2_row_scale");
   const bool bias = b13.data != nullptr || b2.data != nullptr;
   if (bias) {
     require_bytes(b13, e * 2 * i * sizeof(float), "b13");
@@ -148,13 +148,13 @@ void GpuRanks::set_weights(uint32_t r, HostArray w13, HostArray w13_base, HostAr
   Rank& rank = ranks_[r];
   const Device& device = group_->place(r).device;
   store(rank.w13, device, w13, "w13");
-  store(rank.w13_base, device, w13_base, "w13_base");
+  store(rank.w13_row_scale, device, w13_row_scale, "w13_row_scale");
   store(rank.w2, device, w2, "w2");
-  store(rank.w2_base, device, w2_base, "w2_base");
+  store(rank.w2_row_scale, device, w2_row_scale, "w2_row_scale");
   rank.args.w13 = rank.w13.ptr<uint8_t>();
-  rank.args.w13_row_scale = rank.w13_base.ptr<uint8_t>();
+  rank.args.w13_row_scale = rank.w13_row_scale.ptr<uint8_t>();
   rank.args.w2 = rank.w2.ptr<uint8_t>();
-  rank.args.w2_row_scale = rank.w2_base.ptr<uint8_t>();
+  rank.args.w2_row_scale = rank.w2_row_scale.ptr<uint8_t>();
   if (bias) {
     store(rank.b13, device, b13, "b13");
     store(rank.b2, device, b2, "b2");

@@ -52,8 +52,8 @@ class GpuRanks {
   uint32_t num_ctas(uint32_t rank) const { return group_->place(rank).num_ctas; }
 
   // b13 and b2: FP32, or not given. All ranks have biases or none has.
-  void set_weights(uint32_t rank, HostArray w13, HostArray w13_base, HostArray w2,
-                   HostArray w2_base, HostArray b13, HostArray b2);
+  void set_weights(uint32_t rank, HostArray w13, HostArray w13_row_scale, HostArray w2,
+                   HostArray w2_row_scale, HostArray b13, HostArray b2);
   void set_inputs(uint32_t rank, uint32_t num_rows, HostArray x, HostArray x_sf, HostArray topk_idx,
                   bool topk_idx_is_64bit, HostArray topk_weights,
                   std::optional<int32_t> num_tokens);
@@ -82,7 +82,7 @@ class GpuRanks {
   struct Rank {
     CUstream stream = nullptr;
     CUevent start = nullptr, end = nullptr;
-    DeviceMemory w13, w13_base, w2, w2_base, b13, b2;
+    DeviceMemory w13, w13_row_scale, w2, w2_row_scale, b13, b2;
     DeviceMemory x, x_sf, topk_idx, topk_weights, num_tokens;
     DeviceMemory y, received, status;
     gpu::KernelArgs args{};

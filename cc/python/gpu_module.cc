@@ -134,23 +134,23 @@ harness::LaunchOptions launch_options(int32_t tile, double timeout_s, bool check
 
 void bind_gpu_ranks(nb::module_& m) {
   using harness::GpuRanks;
-  nb::class_<GpuRanks>(
-      m, "GpuRanks",
-      "Runs the ranks' kernels on GPUs without JAX; see jax_megamoe.gpu_harness for NumPy arrays.")
+  nb::class_<GpuRanks>(m, "GpuRanks",
+                       "Runs the ranks' kernels on GPUs without JAX; see "
+                       "jax_megamoe.devtools.gpu_harness for NumPy arrays.")
       .def(nb::new_(&make_gpu_ranks), "layout"_a, "granularity"_a, "devices"_a, "ctas_per_rank"_a,
            "include_dir"_a, "nvrtc_path"_a, "build"_a)
       .def("num_ctas", &GpuRanks::num_ctas, "rank"_a)
       .def(
           "set_weights",
-          [](GpuRanks& self, uint32_t rank, const HostBytes& w13, const HostBytes& w13_base,
-             const HostBytes& w2, const HostBytes& w2_base, const std::optional<HostBytes>& b13,
-             const std::optional<HostBytes>& b2) {
+          [](GpuRanks& self, uint32_t rank, const HostBytes& w13, const HostBytes& w13_row_scale,
+             const HostBytes& w2, const HostBytes& w2_row_scale,
+             const std::optional<HostBytes>& b13, const std::optional<HostBytes>& b2) {
             nb::gil_scoped_release release;
-            self.set_weights(rank, host_array(w13), host_array(w13_base), host_array(w2),
-                             host_array(w2_base), host_array(b13), host_array(b2));
+            self.set_weights(rank, host_array(w13), host_array(w13_row_scale), host_array(w2),
+                             host_array(w2_row_scale), host_array(b13), host_array(b2));
           },
-          "rank"_a, "w13"_a, "w13_base"_a, "w2"_a, "w2_base"_a, "b13"_a.none(), "b2"_a.none(),
-          "This rank's E/R experts in the GPU layout.")
+          "rank"_a, "w13"_a, "w13_row_scale"_a, "w2"_a, "w2_row_scale"_a, "b13"_a.none(),
+          "b2"_a.none(), "This rank's E/R experts in the GPU layout.")
       .def(
           "set_inputs",
           [](GpuRanks& self, uint32_t rank, uint32_t num_rows, const HostBytes& x,

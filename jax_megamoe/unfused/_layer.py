@@ -290,6 +290,7 @@ def mega_moe(
     if AxisType.Explicit in mesh.axis_types:
         # Explicit axes make shard_map insist on operands that are sharded as in_specs says.
         operands = jax.reshard(operands, NamedSharding(mesh, PartitionSpec(axis)))
+    choose(transport, gemm, differentiable, config)  # refuses what the cache could not look up
     options = dict(transport=transport, gemm=gemm, differentiable=differentiable)
     return _global_call(config, mesh, axis, check_vma, **options)(*operands)
 

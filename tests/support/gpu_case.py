@@ -1,6 +1,6 @@
 """The GPU kernel's workspace as tests read it, and the same workspace written by NumPy.
 
-`Workspace` undoes the layouts of the GPU's ring (cc/gpu/dispatch.h, swiglu.h). `SimulatedRanks` has
+`Workspace` undoes the layouts of the GPU's ring (cc/gpu/sm90/ring_layout.h). `SimulatedRanks` has
 the interface of `gpu_harness.GpuRanks` and fills the regions from the formulas, so that every check
 of a kernel's workspace runs, and can be made to fail, on a machine without a GPU.
 """
@@ -92,7 +92,7 @@ def _swizzled(tiles, block_m):
 
 
 def untile(region, block_m, row_bytes):
-    """Bytes of a ring region -> [rows, row_bytes]; see tile_chunk in cc/gpu/dispatch.h."""
+    """Bytes of a ring region -> [rows, row_bytes]; see tile_chunk in cc/gpu/sm90/ring_layout.h."""
     flat = np.ascontiguousarray(region).reshape(-1).view(np.uint8)
     blocks = flat.size // (block_m * row_bytes)
     tiles = flat[: blocks * block_m * row_bytes].reshape(blocks, row_bytes // 128, block_m, 8, 16)

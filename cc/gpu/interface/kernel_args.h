@@ -51,7 +51,7 @@ struct KernelArgs {
   const float* topk_weights;
   const int32_t* num_tokens;     // null: all rows
   const int32_t* ep_rank;        // rank in the program, checked against `rank`; null: not checked
-  const uint8_t* w13;            // packed chunks, see tile_config.h
+  const uint8_t* w13;            // packed chunks, see tuning.h
   const uint8_t* w13_row_scale;  // UE8M0 byte of every weight row [E/R][2 * intermediate]
   const uint8_t* w2;
   const uint8_t* w2_row_scale;  // [E/R][hidden]
