@@ -75,7 +75,7 @@ class RankGroup {
   // What a rank's kernel and the host exchange.
   struct HostPage {
     gpu::FailureRecord failure;
-    uint32_t abort_value;  // copied to RankControl::flags
+    uint32_t abort_value;  // copied to RankControl's kFlags
   };
 
   const MoeShape layout_;

@@ -11,36 +11,28 @@ enum RankFlag : uint32_t {
   kAborted = 2,  // A wait timed out: every role leaves. The host sets this flag, too.
 };
 
-// One per rank. All of it is zero when a call begins.
-struct RankControl {
-  uint32_t flags;          // RankFlag; the first word, which the host overwrites to abort a call
-  uint32_t served_faults;  // how often the deliberate fault was asked for
+// The words of a rank's control block. All of them are zero when a call begins.
+//
+// Indices rather than members: with pointers to members the compiler schedules the prologue of some
+// kernels otherwise than in the code that was measured, and NVRTC 13.0 has no `offsetof`.
+enum RankControlWord : uint32_t {
+  kFlags,         // RankFlag; the first word, which the host overwrites to abort a call
+  kServedFaults,  // how often the deliberate fault was asked for
   // What CTAs have found out about expert ids: how many slots are out of range, and the complement
   // of the first of these slots, so that zero means none.
-  uint32_t num_out_of_range;
-  uint32_t first_out_of_range_complement;
-  uint32_t check_in;  // how many CTAs have taken a ticket, and kCheckInClosed
-  uint32_t reserved_0;
-  uint64_t participants;  // how many CTAs checked in in time, in the form of a published count
-  uint32_t reserved_1[8];
+  kOutOfRangeCount,
+  kOutOfRangeFirst,
+  kCheckIn,  // how many CTAs have taken a ticket, and kCheckInClosed
+  // How many CTAs checked in in time, in the form of a published count: two words, one uint64_t.
+  kParticipants = 6,
+  kRankControlWords = 16,
 };
-static_assert(sizeof(RankControl) == 64);
 
-// The same as indices of words, for the kernel: it addresses words, because with pointers to
-// members the compiler schedules the prologue of some kernels otherwise than in the code that was
-// measured.
-#define JMM_WORD_OF(member) (__builtin_offsetof(RankControl, member) / sizeof(uint32_t))
-enum RankControlWord : uint32_t {
-  kFlags = JMM_WORD_OF(flags),
-  kServedFaults = JMM_WORD_OF(served_faults),
-  kOutOfRangeCount = JMM_WORD_OF(num_out_of_range),
-  kOutOfRangeFirst = JMM_WORD_OF(first_out_of_range_complement),
-  kCheckIn = JMM_WORD_OF(check_in),
-  kParticipants = JMM_WORD_OF(participants),
+struct alignas(uint64_t) RankControl {
+  uint32_t words[kRankControlWords];
 };
-#undef JMM_WORD_OF
 
-// The bit of RankControl::check_in that says that the leader no longer waits for anyone.
+// The bit of word kCheckIn that says that the leader no longer waits for anyone.
 inline constexpr uint32_t kCheckInClosed = 1u << 31;
 
 }  // namespace jax_megamoe::gpu
